@@ -1,0 +1,8 @@
+"""Everything of torch that has no public name, one small module for each part, so that a new torch breaks in one place.
+
+``fake``     fake tensors: the tracing mode, fresh fakes, storage identity
+``dynamo``   what Dynamo leaves on a graph: sources, module paths, source lines, its counters, the compiled owner
+``recorder`` the dispatch mode that records ATen operations
+
+Run on torch 2.11.0 and 2.13.0.
+"""

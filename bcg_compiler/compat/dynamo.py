@@ -1,0 +1,132 @@
+"""What Dynamo leaves behind: where an input comes from, the module path and source line of a node, its own counters,
+and which compiled callable is being run."""
+
+import os
+import re
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+from torch.fx import GraphModule, Node
+
+_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
+_MODULES = re.compile(r"\._modules\['([^']*)'\]|\._modules\[\"([^\"]*)\"\]")
+_MEMBERS = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
+_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__self__)?")
+
+
+def source_name(node: Node) -> str:
+    """Where Dynamo got a placeholder from, e.g. ``L['x'].size()[0]``; ``""`` if it does not say."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return ""
+    name = source.name
+    return str(name() if callable(name) else name)  # a method up to torch 2.12, a property since
+
+
+def is_static_input(node: Node) -> bool:
+    """Parameters, buffers, tensors held by modules and ``mark_static_address`` tensors: they come back each call."""
+    return bool((node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
+
+
+def dotted_path(source: str) -> str:
+    """``L['self']._modules['layers']._modules['0']._parameters['weight']`` → ``layers.0.weight``.
+
+    The root, a local variable of the user's, is dropped: it names nothing that is stable.
+    """
+    path = _MEMBERS.sub(r".\1", _MODULES.sub(lambda m: "." + (m[1] or m[2]), source))
+    path = _ROOT.sub("", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
+    return path.strip(".")
+
+
+def module_of(node: Node) -> tuple[str, str]:
+    """The path and the class name of the innermost module that a node was traced in; empty outside of modules."""
+    stack: Mapping[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
+    if not stack:
+        return "", ""
+    path, cls = list(stack.values())[-1]
+    return dotted_path(path), cls if isinstance(cls, str) else cls.__name__
+
+
+def module_classes_of(node: Node) -> tuple[tuple[str, str], ...]:
+    """(path, class name) of all modules around a node, outermost first."""
+    stack: Mapping[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")
+    return tuple(
+        (dotted_path(path), cls if isinstance(cls, str) else cls.__name__) for path, cls in (stack or {}).values()
+    )
+
+
+def user_frame(node: Node) -> tuple[str, int, str] | None:
+    """(file, line, text) of the innermost frame outside torch and this package that a node was traced from."""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    found = None
+    for index, line in enumerate(lines):
+        match = _FRAME.match(line)
+        if match and not match["file"].startswith((_TORCH_DIR, _OWN_DIR)):
+            text = lines[index + 1].strip() if index + 1 < len(lines) else ""
+            found = (match["file"], int(match["line"]), "" if _FRAME.match(text) else text)
+    return found
+
+
+def is_whole_frame(module: GraphModule) -> bool:
+    """Whether the graph holds all of the user's function, as far as Dynamo says: it neither ends at a graph break nor
+    resumes after one."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None:
+        return True
+    resumed = any("resume_in_" in frame.name for frame in getattr(reason, "user_stack", ()))
+    return not reason.graph_break and not resumed
+
+
+def graph_breaks() -> dict[str, int]:
+    """Dynamo's own graph breaks in this process, by reason (first line), with how often each was met."""
+    found: dict[str, int] = {}
+    for reason, count in torch._dynamo.utils.counters["graph_break"].items():
+        first = str(reason).strip().splitlines()[0] if str(reason).strip() else "unknown"
+        found[first] = found.get(first, 0) + count
+    return found
+
+
+def recompile_limit_hits() -> int:
+    """How often Dynamo gave a function up after too many recompiles and runs it eagerly, without telling a backend."""
+    return sum(
+        count
+        for category in ("graph_break", "unimplemented")
+        for reason, count in torch._dynamo.utils.counters[category].items()
+        if "recompile limit exceeded" in str(reason) or "cache size limit exceeded" in str(reason)
+    )
+
+
+def code_key(fn: Any) -> types.CodeType | None:
+    """The code object that names a compiled callable: Dynamo keeps its entries by code, so instances share it."""
+    fn = getattr(fn, "_orig_mod", fn)  # an OptimizedModule
+    fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # a compiled function
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        fn = owner
+    if isinstance(fn, torch.nn.Module):
+        fn = type(fn).forward
+    fn = getattr(fn, "__func__", fn)
+    while hasattr(fn, "__wrapped__"):  # decorators share one wrapper's code among all that they wrap
+        fn = fn.__wrapped__
+    return getattr(fn, "__code__", None)
+
+
+def running_owner() -> types.CodeType | None:
+    """``code_key`` of the compiled callable that this thread is in, read from the frames of Dynamo's entry wrapper.
+
+    ``None`` where the wrapper is not found (another torch): programs then belong to no callable and are counted in
+    ``stats()`` only.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename.endswith("eval_frame.py"):
+            return code_key(frame.f_locals.get("fn"))
+        frame = frame.f_back
+    return None

@@ -1,0 +1,104 @@
+"""Fake tensors: is this call a trace, fresh fakes for a graph's inputs, and which storage a tensor lives in."""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FakeTensor", "FakeTensorMode", "is_traceable_wrapper_subclass", "tree_leaves"]
+
+
+def is_fake_call(values: Any) -> bool:
+    """Whether an operation called with ``values`` now is being traced and must not run for real."""
+    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+        return True
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(values))
+
+
+def is_functional_call(values: Any) -> bool:
+    """Whether AOTAutograd is tracing this call: its graph would hold the fake results and drop the call."""
+    return any(isinstance(leaf, FunctionalTensor) for leaf in tree_leaves(values))
+
+
+def object_at(address: int) -> Any:
+    """The live object whose ``id()`` is ``address``. Only valid while something else keeps it alive (CPython)."""
+    return ctypes.cast(address, ctypes.py_object).value
+
+
+def tracing_fake_mode() -> FakeTensorMode:
+    """The fake mode that Dynamo prepared for the backend: a new mode over the shape environment of the trace."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fresh_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A new fake of ``mode`` with the sizes, strides and symbols of ``tensor``, in a storage of its own.
+
+    Dynamo's own ``example_value`` is the state at the *end* of its trace and belongs to another mode, so it serves
+    as a description only.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return mode.from_tensor(tensor)
+    with mode, torch.inference_mode(False):
+        fake = torch.empty(0, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
+        if tensor.layout is torch.strided:
+            fake = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_with_index(tensor.device)
+            )
+    return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad and tensor.is_leaf else fake
+
+
+def _with_index(device: torch.device) -> torch.device:
+    # A fake made for "cuda" asks the driver for the current device; a machine without one cannot answer.
+    return torch.device(device.type, 0) if device.type == "cuda" and device.index is None else device
+
+
+@contextmanager
+def tracing(mode: FakeTensorMode) -> Iterator[None]:
+    """Run operations on fakes of ``mode``; sizes read from data get fresh symbols that nobody has to bind."""
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """An identity of the storage behind ``tensor``; ``None`` where it has none of its own (sparse, batched …)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def symbols_of(value: Any) -> frozenset[str]:
+    """The names of the free symbols in a symbolic number, or in the shape, strides and offset of a tensor."""
+    if isinstance(value, torch.Tensor):
+        # An unchanged `shape` without any SymInt is by far the most common case: no symbolic work for it.
+        parts: Iterable[Any] = (*value.shape, *_strides(value))
+        parts = [p for p in parts if not isinstance(p, int)]
+        return frozenset().union(*(symbols_of(p) for p in parts)) if parts else frozenset()
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return frozenset(str(s) for s in free_symbols(value))
+    return frozenset()
+
+
+def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (*tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
+
+
+def is_data_symbol(name: str) -> bool:
+    """Whether a symbol stands for a value read from data (unbacked), by ShapeEnv's naming: ``u0``, ``zuf1``."""
+    return name.startswith(("u", "zuf"))

@@ -1,0 +1,84 @@
+"""The forward context: what differs from call to call and therefore is never an argument of a break.
+
+Sequence lengths, page tables, the number of live rows: a captured graph would freeze them. The caller publishes them
+around the forward, and break bodies read them:
+
+    with bcg.forward_context(seq_lens=lens, page_table=table):
+        compiled(ids)
+
+    @bcg.eager_break(mutates_args=("out",))
+    def attention(q, k, v, out):
+        lens = bcg.current_context().seq_lens
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+from bcg_compiler.errors import ContextError, nearest
+
+
+class ForwardContext:
+    """Named values of one forward call, read as attributes. Read-only; an unknown name raises ``ContextError``."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_fields", MappingProxyType(dict(fields)))
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """All fields as a read-only mapping."""
+        return self._fields
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise ContextError(
+                f"The forward context has no field {name!r}. {nearest(name, self._fields)} "
+                f"Set it with bcg.forward_context({name}=...)."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"The forward context is read-only; set {name!r} with bcg.forward_context(...).")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __repr__(self) -> str:
+        return f"ForwardContext({', '.join(sorted(self._fields))})"
+
+
+# A context variable and not a global: threads and tasks that serve different batches must not see each other's.
+_current: ContextVar[ForwardContext | None] = ContextVar("bcg_forward_context", default=None)
+
+
+@contextmanager
+def forward_context(**fields: Any) -> Iterator[ForwardContext]:
+    """Publish ``fields`` to the break bodies of every forward run inside the ``with`` block.
+
+    Contexts nest: an inner one adds to the outer one and hides fields of the same name. The outer one is back after
+    the block, exceptions included.
+    """
+    outer = _current.get()
+    context = ForwardContext({**(outer.fields if outer else {}), **fields})
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
+
+
+def current_context() -> ForwardContext:
+    """The innermost forward context. For break bodies; raises ``ContextError`` where none is set."""
+    context = _current.get()
+    if context is None:
+        raise ContextError(
+            "No forward context is set. Wrap the call of the model: with bcg.forward_context(name=value, ...): model(...)."
+        )
+    return context

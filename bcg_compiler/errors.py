@@ -1,0 +1,47 @@
+"""Every error that bcg_compiler raises on purpose. Each message says what was seen, where, and what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class BcgError(Exception):
+    """Base of all errors of this package."""
+
+
+class OptionError(BcgError, ValueError):
+    """An option that does not exist, has a wrong type, or an unusable value."""
+
+
+class RuleError(BcgError, ValueError):
+    """A break rule that is malformed, names an unknown op, or matches nothing."""
+
+
+class BreakArgumentError(BcgError, TypeError):
+    """A break function was given (or returned) something that a program cannot hold on to."""
+
+
+class BreakGradError(BcgError, RuntimeError):
+    """A break function was called under grad mode with a tensor that requires grad."""
+
+
+class BreakMutationError(BcgError, RuntimeError):
+    """A break function wrote into an argument that it does not declare in ``mutates_args``."""
+
+
+class ContextError(BcgError, LookupError):
+    """The forward context, or a field of it, was read where none is set."""
+
+
+class PlanError(BcgError, RuntimeError):
+    """An internal rule of the plan does not hold. This is a fault of bcg_compiler, not of the user."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """A sentence that offers the names of ``known`` nearest to ``name``; the whole list if none is near."""
+    known = sorted(set(known))
+    near = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    if near:
+        return "Did you mean " + " or ".join(repr(n) for n in near) + "?"
+    if len(known) <= 30:
+        return f"Known: {', '.join(known)}." if known else "None is known."
+    return f"None of the {len(known)} known names is near it."

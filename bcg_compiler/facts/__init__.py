@@ -1,0 +1,16 @@
+"""What each node of a graph does, found by running the graph once on fake tensors.
+
+``node``       the facts of one node: pure data
+``collect``    runs the graph and collects the facts of all nodes
+``footprint``  from recorded ATen operations to kernels, syncs, effects
+``known_ops``  what neither schema nor tag of an operation tells
+``modes``      grad, autocast and inference state, functorch regions
+``sizes``      which symbols are sizes, which are numbers, which are read from data
+``graph``      the graph with its facts and marks: what passes work on
+"""
+
+from bcg_compiler.facts.collect import collect_facts
+from bcg_compiler.facts.graph import AnnotatedGraph
+from bcg_compiler.facts.node import ModeState, NodeFacts, Reason, Source, TensorSpec
+
+__all__ = ["AnnotatedGraph", "ModeState", "NodeFacts", "Reason", "Source", "TensorSpec", "collect_facts"]

@@ -1,0 +1,390 @@
+"""Runs a graph once on fresh fake tensors and collects what each node does.
+
+Note [Why a second run on fakes]
+    The values that Dynamo leaves on its nodes show the state at the end of its trace: after ``x.unsqueeze_(0)`` every
+    earlier mention of ``x`` has the new shape. So the graph is run again, in order, on fakes that nothing else holds,
+    with a recorder below. Storages of fakes behave like real ones, which gives aliases and writes for views, in-place
+    operations and custom ops alike. No guard may be added on the way: symbolic sizes are only ever printed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from bcg_compiler.breaks import BoundBreak
+from bcg_compiler.compat import dynamo
+from bcg_compiler.compat.fake import (
+    FakeTensorMode,
+    fresh_fake,
+    is_traceable_wrapper_subclass,
+    storage_key,
+    tracing,
+    tracing_fake_mode,
+    tree_leaves,
+)
+from bcg_compiler.compat.recorder import OpRecorder, Recorded
+from bcg_compiler.facts import footprint, known_ops
+from bcg_compiler.facts.graph import AnnotatedGraph
+from bcg_compiler.facts.modes import ModeTracker, is_functorch_node, is_mode_node, nesting_change
+from bcg_compiler.facts.node import FENCE, RANDOM_STATE, WORLD, NodeFacts, Reason, Source, TensorSpec
+from bcg_compiler.facts.sizes import Symbols
+
+
+def collect_facts(
+    module: GraphModule, example_inputs: list[Any], capturable: tuple[str, ...] = ()
+) -> AnnotatedGraph:
+    """The facts of all nodes of ``module``, Dynamo's graph, whose break nodes are bound (``BoundBreak``).
+
+    ``example_inputs`` are the real values Dynamo compiles for; only sizes, types and shared storages are read.
+    ``capturable`` are the names that the user declared safe to capture.
+    """
+    collector = _Collector(module, example_inputs, frozenset(capturable))
+    collector.run()
+    return collector.annotated()
+
+
+class _Collector:
+    def __init__(self, module: GraphModule, example_inputs: list[Any], declared: frozenset[str]) -> None:
+        self.module = module
+        self.declared = declared
+        self.mode = tracing_fake_mode()
+        self.roots = _Roots()
+        self.values: dict[Node, Any] = {}
+        self.facts: dict[Node, NodeFacts] = {}
+        self.input_facts: dict[Node, NodeFacts] = {}
+        self.mode_nodes: dict[int, Node] = {}
+        self.modes = ModeTracker()
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.inputs = dict(zip(placeholders, example_inputs, strict=True))
+        self.symbols = Symbols(frozenset())
+        self.device = "cpu"
+        self._pending: list[tuple[Node, list[Recorded], Any, Any]] = []
+        self._depth = 0  # functorch transforms that are open
+        self._region: int | None = None
+
+    def run(self) -> None:
+        self._bind_inputs()
+        with _everything_restored(), tracing(self.mode), _real_tensors_allowed(self.mode), torch.inference_mode():
+            for ordinal, node in enumerate(self.module.graph.nodes):
+                if node.op in ("placeholder", "output"):
+                    continue
+                if node.op == "get_attr":
+                    self._bind_constant(node, ordinal)
+                elif is_mode_node(node):
+                    self.mode_nodes[ordinal] = node
+                    self.modes.see(node, ordinal)
+                    self.values[node] = self._call(node)
+                else:
+                    self._run_node(node, ordinal)
+        self._add_reasons()
+
+    def annotated(self) -> AnnotatedGraph:
+        facts = _with_outside_effects(self.facts, self.roots)
+        return AnnotatedGraph(
+            module=self.module,
+            facts=facts,
+            input_facts=self.input_facts,
+            device=self.device,
+            whole=dynamo.is_whole_frame(self.module),
+            parameters=self.roots.parameters,
+            outside=self.roots.outside,
+            mode_nodes=self.mode_nodes,
+        )
+
+    # -- inputs -------------------------------------------------------------------------------------------------
+
+    def _bind_inputs(self) -> None:
+        for ordinal, node in enumerate(self.module.graph.nodes):
+            if node.op != "placeholder":
+                continue
+            example = self.inputs[node]
+            described = node.meta.get("example_value", example)
+            if isinstance(example, torch.Tensor):
+                fake = fresh_fake(described if isinstance(described, torch.Tensor) else example, self.mode)
+                root = self.roots.of_input(example, fake, node)
+                self.values[node] = fake
+                self._see_device(fake)
+                facts = NodeFacts(ordinal, "input", results=root, specs=_specs(fake))
+            else:
+                self.values[node] = described
+                facts = NodeFacts(ordinal, "input", host_only=True)
+            self.input_facts[node] = facts
+        self.symbols = Symbols.of_inputs(list(self.values.values()))
+
+    def _bind_constant(self, node: Node, ordinal: int) -> None:
+        value: Any = self.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor):
+            fake = fresh_fake(value, self.mode)
+            root = self.roots.of_input(value, fake, node)
+            self._see_device(fake)
+            self.values[node] = fake
+            self.input_facts[node] = NodeFacts(ordinal, "constant", results=root, specs=_specs(fake))
+        else:
+            self.values[node] = value
+            self.input_facts[node] = NodeFacts(ordinal, "constant", host_only=True)
+
+    # -- nodes --------------------------------------------------------------------------------------------------
+
+    def _run_node(self, node: Node, ordinal: int) -> None:
+        group = self._group(node, ordinal)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        before = self.roots.known
+        recorder = OpRecorder()
+        failure: Reason | None = None
+        try:
+            with recorder:
+                result = _described(node, self.mode) if _reads_a_number(node) else self._call(node)
+        except Exception as error:
+            # Whatever cannot be run on fakes is run for real in a break; Dynamo's own value describes the result.
+            failure = Reason("unknown_op", f"it cannot be run on fake tensors ({type(error).__name__}: {_first(error)})")
+            result = _described(node, self.mode)
+        self.values[node] = result
+        calls = recorder.calls
+        reads = self.roots.of([t for call in calls for t in call.reads] + _tensors((args, kwargs)))
+        writes = self.roots.of([t for call in calls for t in call.writes])
+        opaque = failure is not None or footprint.opaque_function(node) is not None
+        if isinstance(node.target, BoundBreak):
+            opaque, calls = True, []
+            writes = self.roots.of(node.target.spec.mutated(args, kwargs))
+        elif failure is not None:
+            writes = self.roots.of(_tensors((args, kwargs)))
+        if opaque or any(footprint.foreign_op(call) for call in calls):
+            writes |= {WORLD, RANDOM_STATE}
+        if any(footprint.is_random(call) for call in calls):
+            writes |= {RANDOM_STATE}
+        if self._is_unknown_state(node, calls, result):
+            writes |= {FENCE}
+        tensors = _tensors(result)
+        for tensor in tensors:
+            self._see_device(tensor)
+        results = self.roots.of(tensors)
+        frame = dynamo.user_frame(node)
+        self.facts[node] = NodeFacts(
+            ordinal=ordinal,
+            op=footprint.node_name(node),
+            module=dynamo.module_of(node)[0],
+            modules=dynamo.module_classes_of(node),
+            source=Source(*frame) if frame else None,
+            aten=tuple(recorder.names),
+            kernels=footprint.kernel_count(node, calls),
+            reads=reads,
+            writes=writes,
+            results=results,
+            fresh=frozenset(root for root in results if root >= before),
+            specs=_specs(result),
+            uncapturable=(failure,) if failure else (),
+            host_only=not tensors and not _tensors((args, kwargs)),
+            opaque=opaque,
+            mode=self.modes.state,
+            group=group,
+        )
+        self._pending.append((node, calls, (args, kwargs), result))
+
+    def _call(self, node: Node) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            return self.module.get_submodule(str(node.target))(*args, **kwargs)
+        target: Any = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator) and footprint.op_name(target) in known_ops.WRAPPERS:
+            inner = footprint.graph_operand(args)
+            if inner is not None:
+                run, operands = inner
+                return run(*operands)
+        return target(*args, **kwargs)
+
+    def _group(self, node: Node, ordinal: int) -> int:
+        """Functorch regions stay whole: their values exist only between the nodes that open and close them."""
+        change = nesting_change(node)
+        if self._depth == 0 and change > 0:
+            self._region = ordinal
+        inside = self._region is not None and (self._depth > 0 or change > 0)
+        self._depth += change
+        if inside:
+            assert self._region is not None
+            return self._region
+        # An item of a tuple is no operation of its own: it stays where the tuple was made.
+        if footprint.node_name(node) == "getitem" and isinstance(node.args[0], Node):
+            producer = node.args[0]
+            if producer in self.facts and isinstance(self.values[producer], (tuple, list)):
+                return self.facts[producer].group
+        return ordinal
+
+    @staticmethod
+    def _is_unknown_state(node: Node, calls: list[Recorded], result: Any) -> bool:
+        """A call into torch that dispatches nothing, returns nothing and is not a check: it must be there for what it
+        sets, so nothing may be moved past it."""
+        if calls or node.users or result is not None or node.op != "call_function" or is_functorch_node(node):
+            return False
+        return not getattr(node.target, "__name__", "").lstrip("_").startswith(("check", "assert"))
+
+    def _add_reasons(self) -> None:
+        """Once all devices are known: whether a CPU tensor is out of place depends on the whole graph."""
+        for node, calls, given, result in self._pending:
+            found = footprint.reasons_against_capture(
+                node, calls, given, result, self.symbols, self.device, self.declared
+            )
+            if found:
+                facts = self.facts[node]
+                self.facts[node] = replace(facts, uncapturable=(*facts.uncapturable, *found))
+
+    def _see_device(self, tensor: torch.Tensor) -> None:
+        if self.device == "cpu":
+            self.device = tensor.device.type
+
+
+class _Roots:
+    """Storages by small numbers. A root outlives the tensor that showed it, so that no number is used twice."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, int] = {}
+        self._inputs: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+        self._kinds: dict[int, set[str]] = {}
+        self.known = 0
+
+    def of_input(self, real: torch.Tensor, fake: torch.Tensor, node: Node) -> frozenset[int]:
+        """The root of an input or constant: the same one for those that share a storage when compiled."""
+        key = storage_key(real)
+        root = self._inputs.setdefault(id(real) if key is None else key, self.known)
+        self.known = max(self.known, root + 1)
+        static = node.op == "get_attr" or dynamo.is_static_input(node)
+        kind = "user" if not static else "parameter" if isinstance(real, torch.nn.Parameter) else "buffer"
+        self._kinds.setdefault(root, set()).add(kind)
+        self._alive += [real, fake]
+        for key in _storage_keys(fake):
+            self._by_storage[key] = root
+        return frozenset({root})
+
+    def of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
+        """The roots of ``tensors``; a storage not seen before gets a new one."""
+        found = set()
+        for tensor in tensors:
+            for key in _storage_keys(tensor):
+                if key not in self._by_storage:
+                    self._by_storage[key] = self.known
+                    self._alive.append(tensor)
+                    self.known += 1
+                found.add(self._by_storage[key])
+        return frozenset(found)
+
+    @property
+    def outside(self) -> frozenset[int]:
+        return frozenset(self._kinds)
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        return frozenset(root for root, kinds in self._kinds.items() if kinds == {"parameter"})
+
+    @property
+    def buffers(self) -> frozenset[int]:
+        return frozenset(root for root, kinds in self._kinds.items() if "buffer" in kinds)
+
+    @property
+    def user(self) -> frozenset[int]:
+        return frozenset(root for root, kinds in self._kinds.items() if "user" in kinds)
+
+
+def _with_outside_effects(facts: dict[Node, NodeFacts], roots: _Roots) -> dict[Node, NodeFacts]:
+    """Add what the graph alone does not show.
+
+    Note [What may be touched unseen]
+        Inputs may overlap in ways that no guard checks: one ``a.add_(1)`` compiled for separate ``a`` and ``b`` is
+        called with overlapping ones. So if the graph writes into any input, all inputs and buffers count as one.
+        An opaque break may reach, through the objects that it was made with, any buffer, and whatever the graph
+        itself writes outside of the call. It is taken not to write parameters, nor inputs that it was not given.
+    """
+    written = frozenset().union(*(f.writes for f in facts.values()))
+    merged: frozenset[int] = frozenset()
+    if written & roots.user:
+        merged = roots.user | (roots.outside - roots.parameters)
+    shared = (roots.outside & written) | roots.buffers | merged
+    fenced = FENCE in written
+
+    def widen(touched: frozenset[int]) -> frozenset[int]:
+        return touched | merged if touched & merged else touched
+
+    def completed(f: NodeFacts) -> NodeFacts:
+        reads, writes = widen(f.reads), widen(f.writes)
+        if writes & roots.outside:
+            writes |= {WORLD}
+        if reads & shared:
+            reads |= {WORLD}
+        if fenced:
+            reads |= {FENCE}
+        return f if (reads, writes) == (f.reads, f.writes) else replace(f, reads=reads, writes=writes)
+
+    return {node: completed(f) for node, f in facts.items()}
+
+
+@contextmanager
+def _everything_restored() -> Iterator[None]:
+    """Leave autocast, grad mode and functorch's stack as they were, whatever the graph's nodes set on the way."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
+    grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        for kind, (enabled, dtype) in autocast.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        torch.set_grad_enabled(grad)
+
+
+@contextmanager
+def _real_tensors_allowed(mode: FakeTensorMode) -> Iterator[None]:
+    """Graphs of higher-order operations and foreign functions hold real tensors that never were inputs."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def _described(node: Node, mode: FakeTensorMode) -> Any:
+    value = node.meta.get("example_value")
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: fresh_fake(t, mode), value)
+
+
+def _reads_a_number(node: Node) -> bool:
+    # Dynamo made the symbol for this number; on the backend's fakes the same call would make another one, or refuse.
+    return node.op == "call_method" and node.target == "item"
+
+
+def _storage_keys(tensor: torch.Tensor) -> list[int]:
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [key for t in inner for key in _storage_keys(t)]
+    key = storage_key(tensor)
+    return [id(tensor) if key is None else key]
+
+
+def _specs(value: Any) -> tuple[TensorSpec, ...]:
+    return tuple(_spec(t) for t in _tensors(value))
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    strides: tuple[Any, ...] = tensor.stride() if tensor.layout is torch.strided else ()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(dtype, tuple(map(str, tensor.shape)), tuple(map(str, strides)), tensor.device.type)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"

@@ -1,0 +1,49 @@
+"""The graph with its facts and marks: what passes read and change."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from bcg_compiler.facts.node import NodeFacts, Reason
+
+
+@dataclass
+class AnnotatedGraph:
+    """Dynamo's graph, the facts of each node that computes, and the marks that passes have set.
+
+    ``device``       the device that the graph computes on, ``"cpu"`` only if no other appears
+    ``whole``        Dynamo put all of the user's function into this one graph
+    ``input_facts``  facts of the placeholders (their roots and specs)
+    ``marks``        node → why it runs as a break
+    ``parameters``   roots that hold nothing but parameters: nobody writes them unseen
+    ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
+    """
+
+    module: GraphModule
+    facts: dict[Node, NodeFacts]
+    input_facts: dict[Node, NodeFacts]
+    device: str
+    whole: bool
+    parameters: frozenset[int]
+    outside: frozenset[int]
+    mode_nodes: dict[int, Node] = field(default_factory=dict)
+    marks: dict[Node, Reason] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes that compute, in the order of the program."""
+        return list(self.facts)
+
+    def mark(self, node: Node, code: str, text: str) -> bool:
+        """Make ``node`` a break, unless an earlier pass has done so. Returns whether the mark is new."""
+        if node in self.marks:
+            return False
+        self.marks[node] = Reason(code, text)
+        return True
+
+    def producer_facts(self, value: Any) -> NodeFacts | None:
+        """Facts of the node behind an argument: of a computing node or of a placeholder."""
+        if not isinstance(value, Node):
+            return None
+        return self.facts.get(value) or self.input_facts.get(value)

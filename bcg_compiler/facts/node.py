@@ -1,0 +1,100 @@
+"""The facts of one node. Pure data: nothing here refers to a graph, a tensor or a device."""
+
+from dataclasses import dataclass, field
+
+#: Roots are small integers that stand for storages; these negative ones stand for state that is not a storage.
+RANDOM_STATE = -1  # the generators' state: order of random operations
+WORLD = -2  # what an opaque break may touch besides its arguments
+FENCE = -3  # everything: an operation that sets state nobody here understands
+
+
+@dataclass(frozen=True)
+class Source:
+    """The user's line that a node was traced from."""
+
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something is where it is: a code of ``docs/reasons.md``, and a sentence."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device of a tensor; symbolic sizes by name."""
+
+    dtype: str
+    shape: tuple[str, ...]
+    strides: tuple[str, ...]
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(self.shape)}]"
+
+
+@dataclass(frozen=True)
+class ModeState:
+    """The mode that a node runs in, relative to the caller's.
+
+    ``stack`` holds the ordinals of the nodes that entered an autocast or inference region around it; ``grad`` is the
+    grad mode set by the graph, ``None`` where it is what the caller (or the region) has.
+    """
+
+    stack: tuple[int, ...] = ()
+    grad: bool | None = None
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node does.
+
+    ``ordinal``     position in Dynamo's graph; the stable name of its value is ``%ordinal``
+    ``op``          stable name of what it calls: ``linear``, ``.view``, ``ns::op.overload``, ``module.function``
+    ``module``      path of the module it was traced in, and all (path, class) pairs around it, outermost first
+    ``aten``        the operations it dispatches, composite ones before their parts
+    ``kernels``     how many of them launch a kernel
+    ``reads``, ``writes``  roots (storages) whose data it reads or writes, plus the negative ones above
+    ``results``     roots that its result lives in; ``fresh`` those that it allocated
+    ``specs``       its result tensors
+    ``uncapturable`` reasons why no graph may hold it, most telling first; empty if one may
+    ``host_only``   no tensor goes in or comes out: arithmetic on sizes and numbers
+    ``opaque``      the body is not seen: a break function, a custom op
+    ``group``       ordinal of the first node of a functorch region that must stay whole, or of the producer of the
+                    tuple that this node takes an item of; else its own ordinal
+    """
+
+    ordinal: int
+    op: str
+    module: str = ""
+    modules: tuple[tuple[str, str], ...] = ()
+    source: Source | None = None
+    aten: tuple[str, ...] = ()
+    kernels: int = 0
+    reads: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    fresh: frozenset[int] = frozenset()
+    specs: tuple[TensorSpec, ...] = ()
+    uncapturable: tuple[Reason, ...] = ()
+    host_only: bool = False
+    opaque: bool = False
+    mode: ModeState = field(default_factory=ModeState)
+    group: int = -1
+
+    @property
+    def module_class(self) -> str:
+        """Class name of the innermost module around the node."""
+        return self.modules[-1][1] if self.modules else ""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"%{self.ordinal} {self.op}{where}"

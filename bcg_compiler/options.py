@@ -1,0 +1,100 @@
+"""Every option of ``torch.compile(..., backend="bcg", options={...})``: name, type, default, meaning."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bcg_compiler.errors import OptionError, nearest
+
+#: What ``torch.compile`` itself takes out of the options dictionary and never hands to a backend.
+TAKEN_BY_TORCH = frozenset({"guard_filter_fn", "use_aoti"})
+
+#: Values of ``torch.compile(mode=...)`` that mean this backend's one way of working.
+MODES = frozenset({"default", "reduce-overhead"})
+
+#: A rule: a string (``op:``, ``module:``, ``class:``) or a predicate over the facts of a node.
+Rule = str | Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one compile.
+
+    Raises ``OptionError`` (from ``Options.parse``) for an unknown name, with the nearest known one, or a wrong type.
+    """
+
+    capture: Literal["off"] = "off"
+    """How segments run. ``"off"``: every step runs eagerly, one after the other."""
+
+    breaks: tuple[Rule, ...] = ()
+    """Rules for what else is a break: ``"op:ns::name[.overload]"``, ``"module:<glob over the module path>"``,
+    ``"class:<module class name>"``, or a predicate ``f(facts: NodeFacts) -> bool``. A rule that matches nothing is
+    an error."""
+
+    capturable: tuple[str, ...] = ()
+    """Custom ops (``"ns::name"``) and Python functions (``"package.module.function"``) that are safe to capture: they
+    neither synchronise, nor read sizes or state on the host. They stay in segments."""
+
+    min_segment_kernels: int = 2
+    """A segment with fewer kernels than this joins the break beside it: a graph launch costs more than a lone kernel.
+    A segment without any kernel always does."""
+
+    disable_passes: tuple[str, ...] = ()
+    """Passes to leave out, by name (see ``docs/passes``)."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None = None) -> "Options":
+        """Build the options from the dictionary that ``torch.compile`` passes on; every value is checked."""
+        values: dict[str, Any] = {}
+        hints = typing.get_type_hints(cls)
+        for name, value in (given or {}).items():
+            if name in TAKEN_BY_TORCH:
+                continue
+            if name not in hints:
+                raise OptionError(f"Unknown option {name!r}. {nearest(name, hints)}")
+            values[name] = _checked(name, value, hints[name])
+        return cls(**values)
+
+
+def check_mode(mode: str | None) -> None:
+    """Refuse a ``torch.compile(mode=...)`` that would promise what this backend does not do."""
+    if mode is not None and mode not in MODES:
+        raise OptionError(
+            f"mode={mode!r} is not a mode of the bcg backend. Leave it out, or give 'default' or 'reduce-overhead' "
+            f"(both mean the same here); everything else is set by options={{...}}."
+        )
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in args:
+            raise OptionError(f"Option {name!r} is {value!r}; it must be one of {', '.join(map(repr, args))}.")
+        return value
+    if origin is tuple:
+        if isinstance(value, str) or callable(value):
+            value = (value,)
+        if not isinstance(value, (list, tuple, set, frozenset)):
+            raise _wrong_type(name, value, "a list")
+        allows_callables = args[0] == Rule
+        for item in value:
+            if not (isinstance(item, str) or (allows_callables and callable(item))):
+                raise _wrong_type(name, value, "a list of strings" + (" and predicates" if allows_callables else ""))
+        return tuple(value)
+    # bool is an int in Python, but True is never meant as a number here.
+    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
+        raise _wrong_type(name, value, "an integer")
+    if hint is int and value < 0:
+        raise OptionError(f"Option {name!r} is {value}; it must not be negative.")
+    return value
+
+
+def _wrong_type(name: str, value: Any, wanted: str) -> OptionError:
+    return OptionError(f"Option {name!r} is {value!r} ({type(value).__name__}); it must be {wanted}.")
+
+
+def names() -> tuple[str, ...]:
+    """The names of all options, in the order of their definition."""
+    return tuple(f.name for f in dataclasses.fields(Options))

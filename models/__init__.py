@@ -1,0 +1,1 @@
+"""Models to run, and how to prepare them."""

@@ -1,0 +1,1 @@
+"""The passes, one file each. Imported as bcg_compiler.passes."""
