@@ -1,1 +1,25 @@
-"""A torch.compile backend: CUDA graphs that break where they must and replay as one."""
+"""bcg_compiler: ``torch.compile(model, backend="bcg")``.
+
+Splits a model at the operations that no CUDA graph can hold into segments joined by eager breaks. Importing the package
+is not needed to use the backend; these are the names for those who declare breaks or look inside.
+"""
+
+from bcg_compiler.breaks import call_with_break, eager_break
+from bcg_compiler.context import current_context, forward_context
+from bcg_compiler.errors import BcgError
+from bcg_compiler.options import Options
+from bcg_compiler.plan import Plan
+from bcg_compiler.runtime import counters, reset, stats
+
+__all__ = [
+    "BcgError",
+    "Options",
+    "Plan",
+    "call_with_break",
+    "counters",
+    "current_context",
+    "eager_break",
+    "forward_context",
+    "reset",
+    "stats",
+]

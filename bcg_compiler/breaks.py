@@ -114,8 +114,6 @@ class BoundBreak:
     def __init__(self, spec: Break, instance: Any = None) -> None:
         self.spec = spec
         self.__name__ = spec.name.rpartition(".")[2]
-        self.__qualname__ = self.__name__
-        self.__module__ = "bcg_breaks"
         self._receiver: Callable[[], tuple[Any, ...]] = tuple
         if spec.takes_instance:
             self._receiver = _weak_receiver(spec.name, instance)

@@ -1,1 +1,14 @@
-"""The passes, one file each. Imported as bcg_compiler.passes."""
+"""Passes over an annotated graph, one file each. Imported as ``bcg_compiler.passes``.
+
+``mark_break_functions``  calls of ``@eager_break`` functions and ``call_with_break``
+``mark_rules``            what the user's rules name (``options={"breaks": [...]}``)
+``mark_uncapturable``     what the facts of the graph prove uncapturable
+
+Each is ``verb_object(graph, *, config) -> PassResult``: it reads facts and never global state, and either marks nodes or
+rewrites the graph. Earlier marks win, so that a break shows the most deliberate reason.
+"""
+
+from bcg_compiler.passes.pipeline import names, run_passes
+from bcg_compiler.passes.result import PassResult
+
+__all__ = ["PassResult", "names", "run_passes"]

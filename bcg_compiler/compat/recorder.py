@@ -37,7 +37,7 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverload) and func.namespace == "prim":
             return func(*args, **kwargs)  # questions that fakes answer about themselves, such as their device
-        self.names.append(func._schema.name if isinstance(func, torch._ops.OpOverload) else func.name())
+        self.names.append(func.name() if not isinstance(func, torch._ops.OpOverload) else _full_name(func))
         if _is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -47,6 +47,10 @@ class OpRecorder(TorchDispatchMode):
         reads = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         self.calls.append(Recorded(func, reads, _written(func, args, kwargs), tuple(tree_leaves(result)), args))
         return result
+
+
+def _full_name(op: Any) -> str:
+    return f"{op._schema.name}.{op._overloadname}"
 
 
 def _is_composite(func: Any) -> bool:

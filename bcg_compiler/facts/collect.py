@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat import dynamo
@@ -134,7 +133,7 @@ class _Collector:
 
     def _run_node(self, node: Node, ordinal: int) -> None:
         group = self._group(node, ordinal)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        args, kwargs = self._given(node.args), self._given(node.kwargs)
         before = self.roots.known
         recorder = OpRecorder()
         failure: Reason | None = None
@@ -188,7 +187,7 @@ class _Collector:
         self._pending.append((node, calls, (args, kwargs), result))
 
     def _call(self, node: Node) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        args, kwargs = self._given(node.args), self._given(node.kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
@@ -200,6 +199,21 @@ class _Collector:
                 run, operands = inner
                 return run(*operands)
         return target(*args, **kwargs)
+
+    def _given(self, value: Any) -> Any:
+        """An argument with the values of its nodes, in plain containers: custom ops refuse FX's own list type."""
+        if isinstance(value, Node):
+            return self.values[value]
+        if isinstance(value, list):
+            return [self._given(item) for item in value]
+        if isinstance(value, tuple):
+            items = [self._given(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, dict):
+            return {key: self._given(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._given(value.start), self._given(value.stop), self._given(value.step))
+        return value
 
     def _group(self, node: Node, ordinal: int) -> int:
         """Functorch regions stay whole: their values exist only between the nodes that open and close them."""

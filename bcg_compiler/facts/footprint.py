@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat.fake import is_traceable_wrapper_subclass, tree_leaves
 from bcg_compiler.compat.recorder import Recorded
 from bcg_compiler.facts import known_ops
@@ -29,6 +30,8 @@ def node_name(node: Node) -> str:
         return f".{target}"
     if node.op in ("call_module", "get_attr"):
         return node.op
+    if isinstance(target, BoundBreak):
+        return target.spec.name
     if isinstance(target, torch._ops.OpOverload):
         return f"{target._schema.name}.{target._overloadname}"
     if isinstance(target, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
@@ -131,7 +134,7 @@ def reasons_against_capture(
         name = op_name(node.target)
         if name not in known_ops.WRAPPERS | known_ops.CAPTURABLE_HIGHER_ORDER | declared:
             add("control_flow", f"{name} is a higher-order op: the host may have to choose what runs")
-    if (name := opaque_function(node)) and name not in declared:
+    if not isinstance(node.target, BoundBreak) and (name := opaque_function(node)) and name not in declared:
         add("unknown_op", _how_to_declare(f"{name} is a Python function whose body is not seen", name))
     return tuple(found)
 

@@ -19,10 +19,14 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@torch.no_grad()
 def output(built: zoo.ZooModel, length: int = 12, seed: int = 0) -> torch.Tensor:
     """Logits, or hidden states of a model without a head: ``[1, length, ...]``."""
-    return built.model(**built.make_inputs(length, generator(seed)))[0]
+    with torch.no_grad():
+        return built.model(**built.make_inputs(length, generator(seed)))[0]
+
+
+def config_of(built: zoo.ZooModel) -> Any:
+    return built.model.config
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -79,7 +83,7 @@ def test_inputs_follow_dtype_and_device() -> None:
 
 def test_config_overrides_reach_the_model() -> None:
     built = zoo.build("glm5", config={"experts_implementation": "eager", "num_hidden_layers": 5, "index_topk": 7})
-    config: Any = built.model.config
+    config = config_of(built)
     assert config._experts_implementation == "eager"
     assert config.index_topk == 7
     assert config.mlp_layer_types == ["dense"] + 4 * ["sparse"]
@@ -98,17 +102,18 @@ def test_glm5_attends_sparsely() -> None:
 @pytest.mark.parametrize("shard", ["1GB", "200KB"])
 def test_folder_gives_the_saved_model(name: str, shard: str, tmp_path: Path) -> None:
     built = zoo.build(name, seed=3)
-    built.model.save_pretrained(tmp_path, max_shard_size=shard)
+    model: Any = built.model
+    model.save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "200KB")
     assert torch.equal(output(zoo.build(str(tmp_path))), output(built))
 
 
 def test_folder_without_weights_gets_random_ones(tmp_path: Path) -> None:
     built = zoo.build("gemma3", layers=4)
-    built.model.config.save_pretrained(tmp_path)
+    config_of(built).save_pretrained(tmp_path)
     assert torch.equal(output(zoo.build(str(tmp_path))), output(built))
-    cut = zoo.build(str(tmp_path), layers=3).model.config
-    assert cut.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    cut = zoo.build(str(tmp_path), layers=3)
+    assert config_of(cut).layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 def test_folder_without_config_is_an_error(tmp_path: Path) -> None:

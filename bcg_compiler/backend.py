@@ -1,0 +1,89 @@
+"""The backend of ``torch.compile``: found through the entry point group ``torch_dynamo_backends``.
+
+Compiling has no side effects: Dynamo may ask twice for one graph and drop the first answer.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from functorch.compile import aot_module_simplified, make_boxed_func
+from torch.fx import GraphModule
+
+from bcg_compiler.breaks import BoundBreak, as_bound_break
+from bcg_compiler.facts import collect_facts
+from bcg_compiler.lower import lower
+from bcg_compiler.options import Options, check_mode
+from bcg_compiler.passes import run_passes
+from bcg_compiler.plan import build_plan
+from bcg_compiler.runtime import Program, register
+from bcg_compiler.runtime.program import UnsplitProgram
+
+_numbers = itertools.count()
+
+
+def bcg_backend(
+    module: GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs into a program of segments and breaks.
+
+    ``options`` are those of ``bcg_compiler.options.Options``; ``mode`` may be ``default`` or ``reduce-overhead``. Raises
+    ``OptionError`` and ``RuleError``, which Dynamo shows as the cause of a ``BackendCompilerFailed``.
+    """
+    check_mode(mode)
+    parsed = Options.parse(options)
+    _bind_breaks(module)
+    program: Program | UnsplitProgram
+    if _needs_grad(module, example_inputs):
+        program = _with_grad(module, example_inputs)
+    else:
+        graph = collect_facts(module, example_inputs, parsed.capturable)
+        passes = run_passes(graph, parsed)
+        plan = build_plan(graph, passes, parsed.min_segment_kernels)
+        program = Program(plan, lower(graph, plan, f"<bcg program {next(_numbers)}>"))
+    register(program)
+    return program
+
+
+def _bind_breaks(module: GraphModule) -> None:
+    """Put the break with its instance in place of the function that stood for it while Dynamo traced."""
+    for node in module.graph.nodes:
+        bound = as_bound_break(node.target, node.args) if node.op == "call_function" else None
+        if bound is not None:
+            node.target, node.args = bound
+
+
+def _needs_grad(module: GraphModule, example_inputs: list[Any]) -> bool:
+    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return False
+    switched_on = (
+        node.target is torch._C._set_grad_enabled and node.args == (True,)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    )
+    return torch.is_grad_enabled() or any(switched_on)
+
+
+def _with_grad(module: GraphModule, example_inputs: list[Any]) -> UnsplitProgram:
+    """Gradients are wanted: the graph runs unsplit, through AOTAutograd, or as it is where it holds a break (AOTAutograd
+    would trace the break's fake and drop its body)."""
+    warnings.warn(
+        "bcg: the model was called under grad mode with tensors that require grad, so its graphs run unsplit and "
+        "nothing is captured. Call it under torch.no_grad() or torch.inference_mode().",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    if any(isinstance(node.target, BoundBreak) for node in module.graph.nodes):
+        module.recompile()
+        return UnsplitProgram(module.forward, "grad")
+
+    def compiler(inner: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        return make_boxed_func(inner.forward)
+
+    return UnsplitProgram(aot_module_simplified(module, example_inputs, fw_compiler=compiler), "grad")

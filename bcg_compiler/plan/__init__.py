@@ -1,0 +1,25 @@
+"""The plan: what runs in which order and why, as pure data.
+
+``plan``       the dataclasses
+``partition``  units of work → steps: joins breaks, moves pure nodes, absorbs small segments
+``build``      an annotated graph → a plan
+``structure``  the structural key of a segment, by which equal ones are found
+``text``       the stable text, the hash, JSON
+"""
+
+from bcg_compiler.plan.build import build_plan
+from bcg_compiler.plan.plan import Plan, PlanNode, Step, StepReason, Value
+from bcg_compiler.plan.text import plan_from_json, plan_hash, plan_text, plan_to_json
+
+__all__ = [
+    "Plan",
+    "PlanNode",
+    "Step",
+    "StepReason",
+    "Value",
+    "build_plan",
+    "plan_from_json",
+    "plan_hash",
+    "plan_text",
+    "plan_to_json",
+]

@@ -1,0 +1,164 @@
+"""From an annotated graph to a plan."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from torch.fx import Node
+
+from bcg_compiler.compat import dynamo
+from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
+from bcg_compiler.passes import PassResult
+from bcg_compiler.plan.partition import Cut, Unit, partition
+from bcg_compiler.plan.plan import PassSummary, Plan, PlanNode, Step, StepReason, Value
+from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
+
+
+def build_plan(graph: AnnotatedGraph, passes: Iterable[PassResult], min_segment_kernels: int) -> Plan:
+    """Cut the marked graph into steps and describe them."""
+    return _Builder(graph).build(passes, min_segment_kernels)
+
+
+class _Builder:
+    def __init__(self, graph: AnnotatedGraph) -> None:
+        self.graph = graph
+        self.symbols = SymbolNames()
+        self.by_ordinal = {facts.ordinal: node for node, facts in graph.facts.items()}
+        self.members: dict[int, list[Node]] = {}
+        for node, facts in graph.facts.items():
+            self.members.setdefault(facts.group, []).append(node)
+        self.ordinals = {n: f.ordinal for n, f in {**graph.input_facts, **graph.facts}.items()}
+
+    def build(self, passes: Iterable[PassResult], min_segment_kernels: int) -> Plan:
+        values = self._inputs()
+        cuts = partition([self._unit(ordinal) for ordinal in sorted(self.members)], min_segment_kernels)
+        output = self.graph.module.graph.output_node()
+        returned = [n for n in output.all_input_nodes if n in self.ordinals]
+        crossing = _Crossing([self._nodes(cut) for cut in cuts], returned, self.graph.facts)
+        steps = tuple(self._step(index, cut, crossing) for index, cut in enumerate(cuts))
+        results = sorted({ordinal for step in steps for ordinal in step.outputs})
+        values += [self._value(self.by_ordinal[o], f"%{o}", "result") for o in results]
+        return Plan(
+            steps=steps,
+            values=tuple(values),
+            inputs=tuple(self.ordinals[n] for n in self.graph.module.graph.find_nodes(op="placeholder")),
+            outputs=tuple(self.ordinals[n] for n in returned),
+            device=self.graph.device,
+            passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
+        )
+
+    def _inputs(self) -> list[Value]:
+        values, taken, count = [], set(), 0
+        for node, facts in self.graph.input_facts.items():
+            source = dynamo.source_name(node)
+            kind: Literal["input", "size", "number", "static", "constant"]
+            if node.op == "get_attr":
+                kind, name = "constant", f"constant.{node.target}"
+            elif dynamo.is_static_input(node):
+                kind, name = "static", dynamo.dotted_path(source) or f"static{count}"
+            else:
+                of_size = any(part in source for part in (".size()[", ".stride()[", ".storage_offset()"))
+                kind = "input" if facts.specs else "size" if of_size else "number"
+                name = f"in{count}"
+            count += node.op == "placeholder"
+            if name in taken:  # two modules whose roots are different local variables
+                name = f"{name}#{facts.ordinal}"
+            taken.add(name)
+            values.append(self._value(node, name, kind))
+        return values
+
+    def _value(
+        self, node: Node, name: str, kind: Literal["input", "size", "number", "static", "constant", "result"]
+    ) -> Value:
+        facts = self.graph.producer_facts(node)
+        specs = tuple(map(self.symbols.spec, facts.specs)) if facts else ()
+        return Value(self.ordinals[node], name, kind, specs)
+
+    def _unit(self, ordinal: int) -> Unit:
+        members = self.members[ordinal]
+        facts = [self.graph.facts[node] for node in members]
+        inside = set(members)
+        needs = {
+            self.graph.facts[n].group for node in members for n in node.all_input_nodes if n in self.graph.facts
+        } - {ordinal}
+        marked = any(node in self.graph.marks for node in inside)
+        frozen = marked and all(f.host_only for f in facts)
+        writes = frozenset().union(*(f.writes for f in facts))
+        return Unit(
+            ordinal=ordinal,
+            kind="host" if frozen else "break" if marked else "segment",
+            kernels=sum(f.kernels for f in facts),
+            needs=frozenset(needs),
+            reads=frozenset().union(*(f.reads for f in facts)),
+            writes=writes,
+            pinned=any(root < 0 or root in self.graph.outside for root in writes),
+        )
+
+    def _nodes(self, cut: Cut) -> list[Node]:
+        nodes = [node for unit in cut.units for node in self.members[unit]]
+        return sorted(nodes, key=self.ordinals.__getitem__)
+
+    def _step(self, index: int, cut: Cut, crossing: "_Crossing") -> Step:
+        nodes = self._nodes(cut)
+        facts = [self.graph.facts[node] for node in nodes]
+        unit = ""
+        if cut.kind == "segment":
+            specs = {n: f.specs for n, f in {**self.graph.input_facts, **self.graph.facts}.items()}
+            modes = {f.mode: self._mode_text(f.mode) for f in facts}
+            unit = structural_key(nodes, self.graph.facts, specs, modes, crossing.outputs[index])
+        return Step(
+            index=index,
+            kind=cut.kind,
+            nodes=tuple(PlanNode(f.ordinal, f.op, f.module, f.kernels, f.mode, f.source) for f in facts),
+            inputs=self._numbered(crossing.inputs[index]),
+            outputs=self._numbered(crossing.outputs[index]),
+            frees=self._numbered(crossing.frees[index]),
+            kernels=sum(f.kernels for f in facts),
+            reasons=tuple(self._reasons(cut, nodes)) if cut.kind == "break" else (),
+            unit=unit,
+        )
+
+    def _reasons(self, cut: Cut, nodes: list[Node]) -> Iterable[StepReason]:
+        for node in nodes:
+            facts = self.graph.facts[node]
+            if node in self.graph.marks:
+                mark = self.graph.marks[node]
+                yield _step_reason(facts, Reason(mark.code, self.symbols.text(mark.text)))
+            elif facts.group in cut.absorbed and facts.kernels:
+                yield _step_reason(facts, Reason("small_segment", "a graph launch costs more than so few kernels"))
+
+    def _mode_text(self, mode: ModeState) -> str:
+        entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]
+        return " ".join(f"{n.target.__name__}{constant_text(n.args, str)}" for n in entered) + f" grad={mode.grad}"
+
+    def _numbered(self, nodes: Iterable[Node]) -> tuple[int, ...]:
+        return tuple(sorted(self.ordinals[node] for node in nodes))
+
+
+class _Crossing:
+    """What crosses the boundaries of steps, and what nobody reads any more."""
+
+    def __init__(self, steps: list[list[Node]], returned: list[Node], facts: dict[Node, NodeFacts]) -> None:
+        step_of = {node: index for index, nodes in enumerate(steps) for node in nodes}
+        last_use: dict[Node, int] = {}
+        self.inputs: list[list[Node]] = []
+        for index, nodes in enumerate(steps):
+            used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
+            given = [n for n in used if step_of.get(n) != index]
+            self.inputs.append(given)
+            last_use.update(dict.fromkeys(given, index))
+        kept = set(returned)
+        self.outputs = [
+            _ordered((n for n in nodes if n in last_use or n in kept), facts.__getitem__) for nodes in steps
+        ]
+        self.frees: list[list[Node]] = [[] for _ in steps]
+        for node, index in last_use.items():
+            if node in step_of and node not in kept:
+                self.frees[index].append(node)
+
+
+def _ordered(nodes: Iterable[Node], facts: Callable[[Node], NodeFacts]) -> list[Node]:
+    return sorted(nodes, key=lambda node: facts(node).ordinal)
+
+
+def _step_reason(facts: NodeFacts, reason: Reason) -> StepReason:
+    return StepReason(reason.code, reason.text, facts.ordinal, facts.op, facts.module, facts.source)

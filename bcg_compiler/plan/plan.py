@@ -1,0 +1,114 @@
+"""The dataclasses of a plan. Everything that anyone may act on is here, and nothing else is."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from bcg_compiler.facts.node import ModeState, Source, TensorSpec
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an input or a node gives: ``ordinal`` names it within the graph, ``name`` is stable between machines.
+
+    ``kind``: ``input`` (a tensor of the caller's), ``size`` and ``number`` (of the caller's), ``static`` (parameter,
+    buffer or tensor held by a module: it comes back at every call), ``constant`` (held by the graph), ``result``.
+    """
+
+    ordinal: int
+    name: str
+    kind: Literal["input", "size", "number", "static", "constant", "result"]
+    specs: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanNode:
+    """One operation of a step. ``source`` is for people and not part of the stable text."""
+
+    ordinal: int
+    op: str
+    module: str
+    kernels: int
+    mode: ModeState
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class StepReason:
+    """Why a node of a step runs there: the code and the sentence, with the node and the user's line."""
+
+    code: str
+    text: str
+    ordinal: int
+    op: str
+    module: str
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A segment or a break.
+
+    ``nodes``    in the order they run
+    ``inputs``   ordinals of the values it reads from outside, ``outputs`` of those that are read after it
+    ``frees``    ordinals of the values that nothing reads after it
+    ``kernels``  how many kernels it launches
+    ``unit``     structural key: segments of the same key are the same computation on other values; "" for a break
+    """
+
+    index: int
+    kind: Literal["segment", "break"]
+    nodes: tuple[PlanNode, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    frees: tuple[int, ...]
+    kernels: int
+    reasons: tuple[StepReason, ...] = ()
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class PassSummary:
+    """What one pass changed when this plan was made."""
+
+    name: str
+    changes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of one graph in order, and the values between them.
+
+    ``inputs`` are the ordinals of the graph's arguments in order, ``outputs`` those of the values it returns.
+    """
+
+    steps: tuple[Step, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    device: str
+    passes: tuple[PassSummary, ...] = ()
+
+    @property
+    def segments(self) -> tuple[Step, ...]:
+        """The steps that a graph can hold."""
+        return tuple(step for step in self.steps if step.kind == "segment")
+
+    @property
+    def breaks(self) -> tuple[Step, ...]:
+        """The steps that run eagerly."""
+        return tuple(step for step in self.steps if step.kind == "break")
+
+    @property
+    def unique_units(self) -> int:
+        """How many different segments there are."""
+        return len({step.unit for step in self.segments})
+
+    def reasons(self) -> Counter[str]:
+        """How many nodes are outside of segments, by reason code."""
+        return Counter(reason.code for step in self.breaks for reason in step.reasons)
+
+    def value(self, ordinal: int) -> Value:
+        """The value of that ordinal."""
+        return next(value for value in self.values if value.ordinal == ordinal)

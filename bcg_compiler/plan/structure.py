@@ -1,0 +1,85 @@
+"""The structural key of a segment: equal keys, equal computation."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from bcg_compiler.facts.node import ModeState, NodeFacts, TensorSpec
+
+_SYMBOL = re.compile(r"\b(?:zuf|zf|s|u)\d+\b")
+
+
+class SymbolNames:
+    """Renames symbols in the order they are met: torch numbers them by the names of the user's variables."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def text(self, text: str) -> str:
+        """``text`` with its symbols renamed."""
+        return _SYMBOL.sub(self._rename, text)
+
+    def spec(self, spec: TensorSpec) -> TensorSpec:
+        """``spec`` with its symbols renamed."""
+        return TensorSpec(
+            spec.dtype, tuple(map(self.text, spec.shape)), tuple(map(self.text, spec.strides)), spec.device
+        )
+
+    def _rename(self, match: re.Match[str]) -> str:
+        prefix = match[0].rstrip("0123456789")
+        return self._names.setdefault(match[0], f"{prefix}{len(self._names)}")
+
+
+def structural_key(
+    nodes: Iterable[Node],
+    facts: Mapping[Node, NodeFacts],
+    specs: Mapping[Node, tuple[TensorSpec, ...]],
+    modes: Mapping[ModeState, str],
+    outputs: Iterable[Node],
+) -> str:
+    """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
+
+    Names of nodes and parameters do not count: values are numbered in the order they are met. ``specs`` are those of
+    values from outside, ``modes`` the mode of each state as text.
+    """
+    numbers: dict[Node, int] = {}
+    symbols = SymbolNames()
+    lines: list[str] = []
+
+    def reference(node: Node) -> str:
+        if node not in numbers:  # from outside: described where it is first used
+            numbers[node] = len(numbers)
+            described = ";".join(f"{symbols.spec(s)}/{symbols.spec(s).strides}/{s.device}" for s in specs.get(node, ()))
+            lines.append(f"%{numbers[node]} = given {described}")
+        return f"%{numbers[node]}"
+
+    for node in nodes:
+        given = constant_text((node.args, node.kwargs), reference)
+        numbers[node] = len(numbers)
+        called = constant_text(node.target, reference)  # in full: torch.max and max are not the same
+        lines.append(f"%{numbers[node]} = {node.op} {called} {given} {modes[facts[node].mode]}")
+    lines.append("return " + ", ".join(map(reference, outputs)))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def constant_text(value: Any, reference: Any) -> str:
+    """``value`` as text that is the same in every process; ``reference`` gives the text of a node."""
+    if isinstance(value, Node):
+        return str(reference(value))
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(constant_text(item, reference) for item in value) + ")"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {constant_text(item, reference)}" for key, item in value.items()) + "}"
+    if isinstance(value, slice):
+        return "slice" + constant_text((value.start, value.stop, value.step), reference)
+    if isinstance(value, GraphModule):
+        return value.code
+    if isinstance(value, (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout)):
+        return repr(value)
+    # Functions, enums and other objects: what they are, never where they are.
+    name = getattr(value, "__qualname__", None)
+    return f"{getattr(value, '__module__', '')}.{name}" if name else f"{type(value).__qualname__}"

@@ -1,0 +1,12 @@
+"""What runs.
+
+``program``   a plan with its code: called by Dynamo
+``counters``  what happened, as numbers that tests can expect
+``registry``  which programs are alive, and what they add up to for one compiled callable
+"""
+
+from bcg_compiler.runtime.counters import Counters, counters
+from bcg_compiler.runtime.program import Program
+from bcg_compiler.runtime.registry import Stats, programs_of, register, reset, stats
+
+__all__ = ["Counters", "Program", "Stats", "counters", "programs_of", "register", "reset", "stats"]

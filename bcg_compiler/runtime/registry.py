@@ -1,0 +1,86 @@
+"""Which programs are alive. Dynamo owns them; this only looks."""
+
+import gc
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bcg_compiler.compat import dynamo
+from bcg_compiler.runtime.program import Program, UnsplitProgram
+
+AnyProgram = Program | UnsplitProgram
+
+_programs: "weakref.WeakKeyDictionary[AnyProgram, types.CodeType | None]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one compiled callable amounts to; of the whole process if none is given.
+
+    ``graphs``        programs that have run (Dynamo makes one for each graph between its own breaks, and for each recompile)
+    ``segments``, ``breaks``  steps of their plans; ``reasons`` operations outside of segments, by reason code
+    ``unique_units``  different segments
+    ``captures``, ``recaptures``, ``replays``  see ``Counters``
+    ``eager_runs``    runs of whole programs without replay, by reason code
+    ``dynamo_graph_breaks``  Dynamo's own breaks, by reason, and ``recompile_limit_hits``: how often Dynamo gave up and runs
+                      a function eagerly without telling anyone. Both are counted by Dynamo for the whole process.
+    """
+
+    graphs: int
+    segments: int
+    breaks: int
+    captures: int
+    recaptures: int
+    replays: int
+    eager_runs: dict[str, int]
+    reasons: dict[str, int]
+    unique_units: int
+    dynamo_graph_breaks: dict[str, int]
+    recompile_limit_hits: int
+
+
+def register(program: AnyProgram) -> None:
+    """Remember a program, weakly, with the compiled callable that this thread is in."""
+    _programs[program] = dynamo.running_owner()
+
+
+def programs_of(compiled: Callable[..., Any] | None = None) -> list[AnyProgram]:
+    """The programs that have run for ``compiled``, in the order they were made; all if ``None``.
+
+    They belong to the code of the callable, as Dynamo's entries do: two instances of one class share them. One that
+    Dynamo asked for and dropped never ran and does not show.
+    """
+    key = None if compiled is None else dynamo.code_key(compiled)
+    if compiled is not None and key is None:
+        raise TypeError(f"{compiled!r} is not a compiled function or module.")
+    return [p for p, owner in list(_programs.items()) if p.eager_runs and (key is None or owner is key)]
+
+
+def stats(compiled: Callable[..., Any] | None = None) -> Stats:
+    """Count what ``compiled``, the result of ``torch.compile``, has been compiled to and how it ran."""
+    programs = programs_of(compiled)
+    plans = [p.plan for p in programs if p.plan is not None]
+    return Stats(
+        graphs=len(programs),
+        segments=sum(len(plan.segments) for plan in plans),
+        breaks=sum(len(plan.breaks) for plan in plans),
+        captures=0,
+        recaptures=0,
+        replays=0,
+        eager_runs=dict(sum((p.eager_runs for p in programs), Counter())),
+        reasons=dict(sum((plan.reasons() for plan in plans), Counter())),
+        unique_units=len({step.unit for plan in plans for step in plan.segments}),
+        dynamo_graph_breaks=dynamo.graph_breaks(),
+        recompile_limit_hits=dynamo.recompile_limit_hits(),
+    )
+
+
+def reset() -> None:
+    """Free every program: drops all compiled code of this process (``torch.compiler.reset``)."""
+    torch.compiler.reset()
+    gc.collect()

@@ -1,0 +1,14 @@
+"""Marks the calls of break functions: breaks by the user's own word."""
+
+from bcg_compiler.breaks import BoundBreak
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.passes.result import PassResult
+
+
+def mark_break_functions(graph: AnnotatedGraph) -> PassResult:
+    """Mark every call of an ``@eager_break`` function or of ``call_with_break``, with the function's name."""
+    changes = 0
+    for node in graph.nodes:
+        if isinstance(node.target, BoundBreak):
+            changes += graph.mark(node, "eager_break", f"{node.target.spec.name} is declared a break")
+    return PassResult("mark_break_functions", changes)

@@ -1,0 +1,49 @@
+"""Runs the passes in their order."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from bcg_compiler.errors import OptionError, nearest
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.options import Options
+from bcg_compiler.passes.mark_break_functions import mark_break_functions
+from bcg_compiler.passes.mark_rules import mark_rules
+from bcg_compiler.passes.mark_uncapturable import mark_uncapturable
+from bcg_compiler.passes.result import PassResult
+
+log = logging.getLogger("bcg_compiler.passes")
+
+
+Pass = Callable[[AnnotatedGraph], PassResult]
+
+
+def pipeline(options: Options) -> dict[str, Pass]:
+    """The passes in the order they run, configured by ``options``."""
+    return {
+        "mark_break_functions": mark_break_functions,
+        "mark_rules": partial(mark_rules, rules=options.breaks),
+        "mark_uncapturable": mark_uncapturable,
+    }
+
+
+def names() -> tuple[str, ...]:
+    """The names of all passes, in their order: what ``options={"disable_passes": [...]}`` takes."""
+    return tuple(pipeline(Options()))
+
+
+def run_passes(graph: AnnotatedGraph, options: Options) -> tuple[PassResult, ...]:
+    """Run every pass that is not disabled. Raises ``OptionError`` for a disabled name that is no pass."""
+    passes = pipeline(options)
+    for name in options.disable_passes:
+        if name not in passes:
+            raise OptionError(f"Option 'disable_passes' names {name!r}, which is no pass. {nearest(name, passes)}")
+    results = []
+    for name, run in passes.items():
+        if name in options.disable_passes:
+            results.append(PassResult(name, 0, ("disabled by option",)))
+            continue
+        result = run(graph)
+        log.info("%s: %d changes", result.name, result.changes)
+        results.append(result)
+    return tuple(results)
