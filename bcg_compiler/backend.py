@@ -33,8 +33,8 @@ def bcg_backend(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs into a program of segments and breaks.
 
-    ``options`` are those of ``bcg_compiler.options.Options``; ``mode`` may be ``default`` or ``reduce-overhead``. Raises
-    ``OptionError`` and ``RuleError``, which Dynamo shows as the cause of a ``BackendCompilerFailed``.
+    ``options`` are those of ``bcg_compiler.options.Options``; ``mode`` may be ``default`` or ``reduce-overhead``.
+    Raises ``OptionError`` and ``RuleError``, which Dynamo shows as the cause of a ``BackendCompilerFailed``.
     """
     check_mode(mode)
     parsed = Options.parse(options)
@@ -71,8 +71,10 @@ def _needs_grad(module: GraphModule, example_inputs: list[Any]) -> bool:
 
 
 def _with_grad(module: GraphModule, example_inputs: list[Any]) -> UnsplitProgram:
-    """Gradients are wanted: the graph runs unsplit, through AOTAutograd, or as it is where it holds a break (AOTAutograd
-    would trace the break's fake and drop its body)."""
+    """Gradients are wanted: the graph runs unsplit, through AOTAutograd.
+
+    One that holds a break runs as it is: AOTAutograd would trace the break's fake and drop its body.
+    """
     warnings.warn(
         "bcg: the model was called under grad mode with tensors that require grad, so its graphs run unsplit and "
         "nothing is captured. Call it under torch.no_grad() or torch.inference_mode().",

@@ -33,7 +33,19 @@ from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutatio
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: What a break may be given besides tensors: constants that a graph can hold.
-CONSTANTS = (int, float, complex, bool, str, type(None), enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+CONSTANTS = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +186,10 @@ def call_with_break(
     fake: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``fn(*args, **kwargs)`` as a break, in place: ``y = call_with_break(plan_and_run, q, fake=like_q)``.
+    """Call a function with these arguments as a break, in place: ``y = call_with_break(plan_and_run, q, fake=like_q)``.
 
-    ``fn`` and ``fake`` are functions of a module, methods or modules: things with an identity from call to call (not a
-    lambda or a function made inside the forward, which would be another one each time). Meaning, checks and errors
+    ``fn`` and ``fake`` are functions of a module, methods or modules: things with an identity from call to call (not
+    a lambda or a function made inside the forward, which would be another one each time). Meaning, checks and errors
     are those of ``eager_break``.
     """
     if not torch.compiler.is_dynamo_compiling():
@@ -310,8 +322,8 @@ def _describe(name: str, result: Any, leaves: list[torch.Tensor]) -> Any:
     if type(result) is dict:
         return ("dict", tuple(result), *(_describe(name, item, leaves) for item in result.values()))
     raise BreakArgumentError(
-        f"Break {name!r} returned {_kind(result)}. A break returns tensors, None, and tuples, lists and dictionaries of "
-        f"them; a number would be frozen when the model is compiled: return it as a tensor."
+        f"Break {name!r} returned {_kind(result)}. A break returns tensors, None, and tuples, lists and dictionaries "
+        f"of them; a number would be frozen when the model is compiled: return it as a tensor."
     )
 
 

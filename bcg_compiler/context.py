@@ -79,6 +79,7 @@ def current_context() -> ForwardContext:
     context = _current.get()
     if context is None:
         raise ContextError(
-            "No forward context is set. Wrap the call of the model: with bcg.forward_context(name=value, ...): model(...)."
+            "No forward context is set. Wrap the call of the model: "
+            "with bcg.forward_context(name=value, ...): model(...)."
         )
     return context

@@ -4,8 +4,8 @@
 ``mark_rules``            what the user's rules name (``options={"breaks": [...]}``)
 ``mark_uncapturable``     what the facts of the graph prove uncapturable
 
-Each is ``verb_object(graph, *, config) -> PassResult``: it reads facts and never global state, and either marks nodes or
-rewrites the graph. Earlier marks win, so that a break shows the most deliberate reason.
+Each is ``verb_object(graph, *, config) -> PassResult``: it reads facts and never global state, and either marks nodes
+or rewrites the graph. Earlier marks win, so that a break shows the most deliberate reason.
 """
 
 from bcg_compiler.passes.pipeline import names, run_passes

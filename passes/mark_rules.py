@@ -1,9 +1,9 @@
 """Marks what the user's rules name.
 
-    op:ns::name            every node that dispatches this op, composite ones included; op:ns::name.overload one overload
-    module:<glob>          every node inside a module whose path matches, e.g. module:model.layers.*.mlp
-    class:<glob>           every node inside a module of a class of that name
-    a predicate            f(facts: NodeFacts) -> bool
+op:ns::name            every node that dispatches this op, composite ones included; op:ns::name.overload one overload
+module:<glob>          every node inside a module whose path matches, e.g. module:model.layers.*.mlp
+class:<glob>           every node inside a module of a class of that name
+a predicate            f(facts: NodeFacts) -> bool
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class _Matcher(NamedTuple):
 def mark_rules(graph: AnnotatedGraph, *, rules: tuple[Rule, ...]) -> PassResult:
     """Mark every node that a rule matches; the reason names the rule.
 
-    Raises ``RuleError`` for a rule of unknown form, an op that is not registered, and a rule that matches nothing. Where
-    Dynamo cut the function into several graphs a rule may be meant for another of them: it is then only noted.
+    Raises ``RuleError`` for a rule of unknown form, an op that is not registered, and a rule that matches nothing.
+    Where Dynamo cut the function into several graphs a rule may be meant for another of them: it is then only noted.
     """
     changes = 0
     notes = []

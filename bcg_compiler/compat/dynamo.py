@@ -1,5 +1,6 @@
 """What Dynamo leaves behind: where an input comes from, the module path and source line of a node, its own counters,
-and which compiled callable is being run."""
+and which compiled callable is being run.
+"""
 
 import os
 import re
@@ -76,7 +77,8 @@ def user_frame(node: Node) -> tuple[str, int, str] | None:
 
 def is_whole_frame(module: GraphModule) -> bool:
     """Whether the graph holds all of the user's function, as far as Dynamo says: it neither ends at a graph break nor
-    resumes after one."""
+    resumes after one.
+    """
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None:
         return True

@@ -34,9 +34,7 @@ from bcg_compiler.facts.node import FENCE, RANDOM_STATE, WORLD, NodeFacts, Reaso
 from bcg_compiler.facts.sizes import Symbols
 
 
-def collect_facts(
-    module: GraphModule, example_inputs: list[Any], capturable: tuple[str, ...] = ()
-) -> AnnotatedGraph:
+def collect_facts(module: GraphModule, example_inputs: list[Any], capturable: tuple[str, ...] = ()) -> AnnotatedGraph:
     """The facts of all nodes of ``module``, Dynamo's graph, whose break nodes are bound (``BoundBreak``).
 
     ``example_inputs`` are the real values Dynamo compiles for; only sizes, types and shared storages are read.
@@ -142,7 +140,9 @@ class _Collector:
                 result = _described(node, self.mode) if _reads_a_number(node) else self._call(node)
         except Exception as error:
             # Whatever cannot be run on fakes is run for real in a break; Dynamo's own value describes the result.
-            failure = Reason("unknown_op", f"it cannot be run on fake tensors ({type(error).__name__}: {_first(error)})")
+            failure = Reason(
+                "unknown_op", f"it cannot be run on fake tensors ({type(error).__name__}: {_first(error)})"
+            )
             result = _described(node, self.mode)
         self.values[node] = result
         calls = recorder.calls
@@ -235,7 +235,8 @@ class _Collector:
     @staticmethod
     def _is_unknown_state(node: Node, calls: list[Recorded], result: Any) -> bool:
         """A call into torch that dispatches nothing, returns nothing and is not a check: it must be there for what it
-        sets, so nothing may be moved past it."""
+        sets, so nothing may be moved past it.
+        """
         if calls or node.users or result is not None or node.op != "call_function" or is_functorch_node(node):
             return False
         return not getattr(node.target, "__name__", "").lstrip("_").startswith(("check", "assert"))

@@ -134,8 +134,9 @@ def reasons_against_capture(
         name = op_name(node.target)
         if name not in known_ops.WRAPPERS | known_ops.CAPTURABLE_HIGHER_ORDER | declared:
             add("control_flow", f"{name} is a higher-order op: the host may have to choose what runs")
-    if not isinstance(node.target, BoundBreak) and (name := opaque_function(node)) and name not in declared:
-        add("unknown_op", _how_to_declare(f"{name} is a Python function whose body is not seen", name))
+    function = opaque_function(node)
+    if function and not isinstance(node.target, BoundBreak) and function not in declared:
+        add("unknown_op", _how_to_declare(f"{function} is a Python function whose body is not seen", function))
     return tuple(found)
 
 
@@ -151,7 +152,8 @@ def graph_operand(args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]] |
 
 def _python_scalars(calls: Sequence[Recorded], result: Any) -> frozenset[int]:
     """Ids of the 0-dim CPU tensors that torch makes of a Python constant on the way (``x[0] = 3``): kernel arguments,
-    not CPU work. One that is the node's own result (``torch.tensor(3)``) is."""
+    not CPU work. One that is the node's own result (``torch.tensor(3)``) is.
+    """
     made = {id(t) for c in calls if op_name(c.op) == "aten::lift_fresh" for t in (*c.reads, *c.results) if t.dim() == 0}
     return frozenset(made - {id(t) for t in _only_tensors(result)})
 

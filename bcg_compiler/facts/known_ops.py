@@ -27,7 +27,15 @@ HOST_METHODS = frozenset({"item", "tolist", "cpu", "numpy"})
 #: Functions whose kernel is chosen at run time, by device and shape: whatever they dispatch, they count as one kernel,
 #: so that a plan does not depend on the machine it was made on.
 CHOSEN_AT_RUN_TIME = frozenset(
-    {"scaled_dot_product_attention", "rms_norm", "multi_head_attention_forward", "lstm", "gru", "grouped_mm", "_grouped_mm"}
+    {
+        "scaled_dot_product_attention",
+        "rms_norm",
+        "multi_head_attention_forward",
+        "lstm",
+        "gru",
+        "grouped_mm",
+        "_grouped_mm",
+    }
 )
 
 #: ATen operations that compute nothing: they allocate, or only say something about a tensor.

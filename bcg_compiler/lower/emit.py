@@ -141,10 +141,9 @@ class Emitter:
 
 def _context(node: Node) -> Callable[[], Any]:
     """The context manager that a mode-entering node of Dynamo's stands for."""
-    name = getattr(node.target, "__name__", "")
-    if name == "_enter_autocast":
-        return partial(torch.autocast, *node.args)
-    return partial(torch.inference_mode, *node.args)
+    args: tuple[Any, ...] = node.args
+    entered = getattr(node.target, "__name__", "")
+    return partial(torch.autocast if entered == "_enter_autocast" else torch.inference_mode, *args)
 
 
 def _hint(value: Any) -> str:

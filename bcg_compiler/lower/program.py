@@ -27,7 +27,7 @@ class Lowered:
 
 
 def lower(graph: AnnotatedGraph, plan: Plan, filename: str) -> Lowered:
-    """Compile the code of ``plan``. Everything it refers to is bound in a closure: no look-up by name, no module call."""
+    """Compile the code of ``plan``. All that it refers to is bound in a closure: no look-up by name, no module call."""
     return _Writer(graph, plan).write(filename)
 
 

@@ -128,7 +128,8 @@ class _Builder:
 
     def _mode_text(self, mode: ModeState) -> str:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]
-        return " ".join(f"{n.target.__name__}{constant_text(n.args, str)}" for n in entered) + f" grad={mode.grad}"
+        regions = (f"{constant_text(n.target, str)}{constant_text(n.args, str)}" for n in entered)
+        return " ".join([*regions, f"grad={mode.grad}"])
 
     def _numbered(self, nodes: Iterable[Node]) -> tuple[int, ...]:
         return tuple(sorted(self.ordinals[node] for node in nodes))

@@ -1,8 +1,8 @@
 """Cuts a graph into steps.
 
 Note [How the cut is made]
-    The graph is a DAG: an edge where a unit needs another's result, and where two touch the same storage or state and one
-    of them writes. Breaks keep their order among themselves, since a body may do what no graph shows.
+    The graph is a DAG: an edge where a unit needs another's result, and where two touch the same storage or state and
+    one of them writes. Breaks keep their order among themselves, since a body may do what no graph shows.
 
     Each unit gets a level: segments are even, breaks odd, and a unit is never below what it depends on. Two breaks can
     run as one step exactly if no capturable unit lies on a path between them, so each break takes the lowest level that

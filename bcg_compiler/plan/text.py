@@ -77,7 +77,7 @@ def _specs(value: Value, device: str) -> str:
 
 def _run_lengths(ops: Iterable[str]) -> list[str]:
     counted = ((op, len(list(run))) for op, run in groupby(ops))
-    return [op if count == 1 else f"{op}×{count}" for op, count in counted]
+    return [op if count == 1 else f"{op}*{count}" for op, count in counted]
 
 
 def _count(things: tuple[Any, ...], name: str) -> str:

@@ -1,4 +1,7 @@
-"""What happened, as numbers. Counters are the language of tests: ``with bcg.counters.expect(graphs=1, breaks=4): ...``"""
+"""What happened, as numbers.
+
+Counters are the language of tests: ``with bcg.counters.expect(graphs=1, breaks=4): ...``
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -22,13 +22,15 @@ _programs: "weakref.WeakKeyDictionary[AnyProgram, types.CodeType | None]" = weak
 class Stats:
     """What one compiled callable amounts to; of the whole process if none is given.
 
-    ``graphs``        programs that have run (Dynamo makes one for each graph between its own breaks, and for each recompile)
-    ``segments``, ``breaks``  steps of their plans; ``reasons`` operations outside of segments, by reason code
-    ``unique_units``  different segments
+    ``graphs``                  programs that have run: one for each graph between Dynamo's own breaks, and for each
+                                recompile
+    ``segments``, ``breaks``    steps of their plans; ``reasons`` operations outside of segments, by reason code
+    ``unique_units``            different segments
     ``captures``, ``recaptures``, ``replays``  see ``Counters``
-    ``eager_runs``    runs of whole programs without replay, by reason code
-    ``dynamo_graph_breaks``  Dynamo's own breaks, by reason, and ``recompile_limit_hits``: how often Dynamo gave up and runs
-                      a function eagerly without telling anyone. Both are counted by Dynamo for the whole process.
+    ``eager_runs``              runs of whole programs without replay, by reason code
+    ``dynamo_graph_breaks``     Dynamo's own breaks, by reason
+    ``recompile_limit_hits``    how often Dynamo gave a function up, which it then runs eagerly without telling anyone.
+                                Dynamo counts this and its breaks for the whole process
     """
 
     graphs: int
