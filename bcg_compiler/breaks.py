@@ -186,7 +186,7 @@ def call_with_break(
     fake: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a function with these arguments as a break, in place: ``y = call_with_break(plan_and_run, q, fake=like_q)``.
+    """Call a function as a break, in place of the call itself: give it the function and its arguments.
 
     ``fn`` and ``fake`` are functions of a module, methods or modules: things with an identity from call to call (not
     a lambda or a function made inside the forward, which would be another one each time). Meaning, checks and errors
@@ -213,14 +213,22 @@ def as_bound_break(target: Any, args: tuple[Any, ...]) -> tuple[BoundBreak, tupl
     return None if bind is None else bind(args)
 
 
-def _declare(fn: Callable[..., Any], **declared: Any) -> Callable[..., Any]:
+def _declare(fn: Any, **declared: Any) -> Any:
+    if isinstance(fn, staticmethod):
+        return staticmethod(_declare_function(fn.__func__, takes_instance=False, **declared))
     if not inspect.isfunction(fn):
         raise BreakArgumentError(
-            f"@eager_break takes a function or a method of a class, not {_kind(fn)}. For an object with a __call__ use "
-            f"bcg.call_with_break(obj, ...)."
+            f"@eager_break takes a function or a method of a class, not {_kind(fn)}. "
+            f"For an object with a __call__ use bcg.call_with_break(obj, ...)."
         )
+    # The class does not exist yet while its body runs, but the qualified name tells that there will be one.
+    in_class = fn.__qualname__.rpartition(".")[0].rpartition(".")[2] not in ("", "<locals>")
+    takes_self = next(iter(inspect.signature(fn).parameters), "") == "self"
+    return _declare_function(fn, takes_instance=in_class or takes_self, **declared)
+
+
+def _declare_function(fn: Callable[..., Any], *, takes_instance: bool, **declared: Any) -> Callable[..., Any]:
     declared["mutates_args"] = tuple(declared.get("mutates_args", ()))
-    takes_instance = next(iter(inspect.signature(fn).parameters), "") == "self"
     spec = Break(name=f"{fn.__module__}.{fn.__qualname__}", fn=fn, takes_instance=takes_instance, **declared)
     name, parameters = spec.name, spec.parameters
 
@@ -233,6 +241,11 @@ def _declare(fn: Callable[..., Any], **declared: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         receiver = args[:1] if takes_instance else ()
         given = args[1:] if takes_instance else args
+        if takes_instance and (not receiver or isinstance(receiver[0], torch.Tensor)):
+            raise BreakArgumentError(
+                f"Break {name!r} is a method and was called without its instance. For a static method put "
+                f"@eager_break above @staticmethod."
+            )
         _check_arguments(name, parameters, given, kwargs)
         if not torch.compiler.is_dynamo_compiling():
             return spec.run(receiver, given, kwargs)
