@@ -253,7 +253,7 @@ class _Collector:
 
     def _see_device(self, tensor: torch.Tensor) -> None:
         if self.device == "cpu":
-            self.device = tensor.device.type
+            self.device = str(tensor.device)
 
 
 class _Roots:
@@ -393,7 +393,7 @@ def _specs(value: Any) -> tuple[TensorSpec, ...]:
 def _spec(tensor: torch.Tensor) -> TensorSpec:
     strides: tuple[Any, ...] = tensor.stride() if tensor.layout is torch.strided else ()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(dtype, tuple(map(str, tensor.shape)), tuple(map(str, strides)), tensor.device.type)
+    return TensorSpec(dtype, tuple(map(str, tensor.shape)), tuple(map(str, strides)), str(tensor.device))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+import torch
 from torch.fx import Node
 
 from bcg_compiler.compat import dynamo
@@ -104,7 +105,7 @@ class _Builder:
         if cut.kind == "segment":
             specs = {n: f.specs for n, f in {**self.graph.input_facts, **self.graph.facts}.items()}
             modes = {f.mode: self._mode_text(f.mode) for f in facts}
-            unit = structural_key(nodes, self.graph.facts, specs, modes, crossing.outputs[index])
+            unit = structural_key(nodes, self.graph.facts, specs, modes, crossing.outputs[index], self.graph.device)
         return Step(
             index=index,
             kind=cut.kind,
@@ -128,7 +129,8 @@ class _Builder:
 
     def _mode_text(self, mode: ModeState) -> str:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]
-        regions = (f"{constant_text(n.target, str)}{constant_text(n.args, str)}" for n in entered)
+        main = torch.device(self.graph.device)
+        regions = (constant_text((n.target, n.args), str, main) for n in entered)
         return " ".join([*regions, f"grad={mode.grad}"])
 
     def _numbered(self, nodes: Iterable[Node]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,11 +40,13 @@ def structural_key(
     specs: Mapping[Node, tuple[TensorSpec, ...]],
     modes: Mapping[ModeState, str],
     outputs: Iterable[Node],
+    device: str,
 ) -> str:
     """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
 
     Names of nodes and parameters do not count: values are numbered in the order they are met. ``specs`` are those of
-    values from outside, ``modes`` the mode of each state as text.
+    values from outside, ``modes`` the mode of each state as text. ``device``, the one that the graph computes on, is
+    named by its role, so that a plan made on one machine is that of another: the key holds within one device.
     """
     numbers: dict[Node, int] = {}
     symbols = SymbolNames()
@@ -54,28 +56,33 @@ def structural_key(
         if node not in numbers:  # from outside: described where it is first used
             numbers[node] = len(numbers)
             described = ";".join(f"{symbols.spec(s)}/{symbols.spec(s).strides}/{s.device}" for s in specs.get(node, ()))
-            lines.append(f"%{numbers[node]} = given {described}")
+            lines.append(f"%{numbers[node]} = given {described}".replace(f"/{device}", "/main"))
         return f"%{numbers[node]}"
 
+    def text(value: Any) -> str:
+        return constant_text(value, reference, torch.device(device))
+
     for node in nodes:
-        given = constant_text((node.args, node.kwargs), reference)
+        given = text((node.args, node.kwargs))
         numbers[node] = len(numbers)
-        called = constant_text(node.target, reference)  # in full: torch.max and max are not the same
+        called = text(node.target)  # in full: torch.max and max are not the same
         lines.append(f"%{numbers[node]} = {node.op} {called} {given} {modes[facts[node].mode]}")
     lines.append("return " + ", ".join(map(reference, outputs)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def constant_text(value: Any, reference: Any) -> str:
+def constant_text(value: Any, reference: Callable[[Node], str], main: torch.device) -> str:
     """``value`` as text that is the same in every process; ``reference`` gives the text of a node."""
     if isinstance(value, Node):
-        return str(reference(value))
+        return reference(value)
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(constant_text(item, reference) for item in value) + ")"
+        return "(" + ", ".join(constant_text(item, reference, main) for item in value) + ")"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {constant_text(item, reference)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {constant_text(item, reference, main)}" for key, item in value.items()) + "}"
     if isinstance(value, slice):
-        return "slice" + constant_text((value.start, value.stop, value.step), reference)
+        return "slice" + constant_text((value.start, value.stop, value.step), reference, main)
+    if isinstance(value, torch.device) and value.type == main.type and value.index in (None, main.index):
+        return "main"
     if isinstance(value, GraphModule):
         return value.code
     if isinstance(value, (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout)):
