@@ -82,6 +82,7 @@ def _with_grad(module: GraphModule, example_inputs: list[Any]) -> UnsplitProgram
         stacklevel=2,
     )
     if any(isinstance(node.target, BoundBreak) for node in module.graph.nodes):
+        collect_facts(module, example_inputs)  # shows each break its fakes, against which it checks its results
         module.recompile()
         return UnsplitProgram(module.forward, "grad")
 

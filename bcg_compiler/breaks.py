@@ -23,7 +23,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -116,6 +116,31 @@ class Break:
         return any(t._is_view() or tensor._is_view() for t in self.mutated(args, kwargs) if _same_storage(t, tensor))
 
 
+class _Shape(NamedTuple):
+    """What a result must be: sizes that are symbolic when compiled are ``None``, any size fits them."""
+
+    dtype: torch.dtype
+    sizes: tuple[int | None, ...]
+    device: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Shape":
+        sizes = tuple(size if isinstance(size, int) else None for size in tensor.shape)
+        return cls(tensor.dtype, sizes, tensor.device.type)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.dtype == self.dtype
+            and tensor.device.type == self.device
+            and tensor.dim() == len(self.sizes)
+            and all(want is None or want == size for want, size in zip(self.sizes, tensor.shape, strict=True))
+        )
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size is None else str(size) for size in self.sizes)
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}] on {self.device}"
+
+
 class BoundBreak:
     """A break of a compiled graph: its declaration with the instance it was traced with. What programs call.
 
@@ -126,21 +151,39 @@ class BoundBreak:
     def __init__(self, spec: Break, instance: Any = None) -> None:
         self.spec = spec
         self.__name__ = spec.name.rpartition(".")[2]
+        self._expected: tuple[Any, list[_Shape]] | None = None
         self._receiver: Callable[[], tuple[Any, ...]] = tuple
         if spec.takes_instance:
             self._receiver = _weak_receiver(spec.name, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
+        leaves: list[torch.Tensor] = []
         if is_fake_call((args, kwargs)):
-            return _leaves(self.spec, self.spec.infer(self._receiver(), args, kwargs))
-        result = self.spec.run(self._receiver(), args, kwargs)
-        if result is not None and self.spec.fake is None:
+            structure = _describe(self.spec.name, self.spec.infer(self._receiver(), args, kwargs), leaves)
+            self._expected = structure, [_Shape.of(leaf) for leaf in leaves]
+            _structures[self.spec.name] = _structures[_INLINE] = structure
+        else:
+            result = self.spec.run(self._receiver(), args, kwargs)
+            self._check_result(_describe(self.spec.name, result, leaves), leaves)
+        return leaves or None
+
+    def _check_result(self, structure: Any, leaves: list[torch.Tensor]) -> None:
+        """What was compiled relies on the fake: a result of another form would go unseen to wrong readers."""
+        if self._expected is None:
+            return
+        wanted, shapes = self._expected
+        if structure != wanted:
+            said = "nothing" if wanted == "none" else str(wanted)
             raise BreakArgumentError(
-                f"Break {self.spec.name!r} returned {_kind(result)}, but it was compiled as returning nothing. "
-                f"Give @eager_break a fake=: a function of the same arguments that returns empty tensors of the "
-                f"result's shapes."
+                f"Break {self.spec.name!r} returned {structure}, but it was compiled as returning {said}. Give "
+                f"@eager_break a fake=: a function of the same arguments that returns empty tensors of the result's "
+                f"shapes, in the same structure."
             )
-        return _leaves(self.spec, result)
+        for position, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
+            if not shape.fits(leaf):
+                raise BreakArgumentError(
+                    f"Result {position} of break {self.spec.name!r} is {_Shape.of(leaf)}, but its fake= says {shape}."
+                )
 
 
 @overload
@@ -314,14 +357,6 @@ _structures: dict[str, Any] = {}
 @torch.compiler.assume_constant_result
 def _structure(name: str) -> Any:
     return _structures[name]
-
-
-def _leaves(spec: Break, result: Any) -> list[torch.Tensor] | None:
-    """The tensors of ``result`` in order, and its structure noted for ``_structure``."""
-    leaves: list[torch.Tensor] = []
-    structure = _describe(spec.name, result, leaves)
-    _structures[spec.name] = _structures[_INLINE] = structure
-    return leaves or None
 
 
 def _describe(name: str, result: Any, leaves: list[torch.Tensor]) -> Any:

@@ -7,12 +7,15 @@ the log is theirs: the screen is left alone, and only what they asked for is see
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch._dynamo.utils
 import torch._logging
+
+from bcg_compiler.compat.dynamo import graph_breaks, recompile_limit_hits
 
 # Dynamo's own tests hold it to the words "Graph break" and "in user code at".
 _BREAK = re.compile(r"^Graph break.* in user code at (?P<file>.+):(?P<line>\d+)$", re.MULTILINE)
@@ -33,27 +36,64 @@ class CodePlace:
     detail: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
+class GraphBreak:
+    """Dynamo ended a graph ``count`` times for ``reason``, at these lines (none where the log is not known)."""
+
+    reason: str
+    count: int
+    places: tuple[CodePlace, ...]
+
+
+@dataclass(frozen=True)
+class Uncompiled:
+    """The code that Dynamo left to plain Python, outside of every graph that a backend sees.
+
+    ``graph_breaks``  lines at which it ended one graph and began another
+    ``skipped``       functions that it could not cut in that way
+    ``limit_hits``    how often it stopped compiling a function that it had compiled too often; ``given_up`` which
+    """
+
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    skipped: tuple[CodePlace, ...] = ()
+    limit_hits: int = 0
+    given_up: tuple[CodePlace, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.graph_breaks or self.skipped or self.limit_hits)
+
+
 class DynamoLog:
-    """The messages of Dynamo's logger, each once."""
+    """The messages of Dynamo's logger, each once, and what its counters were before."""
 
-    messages: dict[str, None] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.messages: dict[str, None] = {}
+        self._breaks = Counter(graph_breaks())
+        self._limit_hits = recompile_limit_hits()
+        self._unimplemented = Counter(torch._dynamo.utils.counters["unimplemented"])
 
-    def break_places(self, reason: str) -> list[CodePlace]:
-        """The lines at which Dynamo broke a graph for ``reason``, the first line of its own text."""
-        matches = (_BREAK.search(message) for message in self.messages if reason in message)
-        return list(dict.fromkeys(CodePlace(m["file"], int(m["line"])) for m in matches if m))
+    def uncompiled(self) -> Uncompiled:
+        """What was not compiled since the log began."""
+        breaks = Counter(graph_breaks()) - self._breaks
+        texts = map(str, Counter(torch._dynamo.utils.counters["unimplemented"]) - self._unimplemented)
+        return Uncompiled(
+            graph_breaks=tuple(
+                GraphBreak(reason, count, self._break_places(reason)) for reason, count in breaks.items()
+            ),
+            skipped=_places(_SKIPPED, [*texts, *self.messages]),
+            limit_hits=recompile_limit_hits() - self._limit_hits,
+            given_up=_places(_LIMIT, self.messages),
+        )
 
-    def skipped_functions(self) -> list[CodePlace]:
-        """Functions that Dynamo runs as plain Python because it could not cut them. No backend hears of them."""
-        texts = [*self.messages, *map(str, torch._dynamo.utils.counters["unimplemented"])]
-        matches = (m for text in texts for m in _SKIPPED.finditer(text))
-        return list(dict.fromkeys(CodePlace(m["file"], int(m["line"]), m["name"]) for m in matches))
+    def _break_places(self, reason: str) -> tuple[CodePlace, ...]:
+        return _places(_BREAK, (message for message in self.messages if reason in message))
 
-    def given_up(self) -> list[CodePlace]:
-        """Functions that Dynamo stopped compiling because they were compiled too often."""
-        matches = (m for message in self.messages for m in _LIMIT.finditer(message))
-        return list(dict.fromkeys(CodePlace(m["file"], int(m["line"]), m["name"], m["reason"] or "") for m in matches))
+
+def _places(pattern: re.Pattern[str], texts: Iterable[str]) -> tuple[CodePlace, ...]:
+    found = (match.groupdict() for text in texts for match in pattern.finditer(text))
+    return tuple(
+        dict.fromkeys(CodePlace(m["file"], int(m["line"]), m.get("name", ""), m.get("reason") or "") for m in found)
+    )
 
 
 class _Collect(logging.Handler):

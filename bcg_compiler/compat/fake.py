@@ -48,15 +48,12 @@ def fresh_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     Dynamo's own ``example_value`` is the state at the *end* of its trace and belongs to another mode, so it serves
     as a description only.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
         return mode.from_tensor(tensor)
     with mode, torch.inference_mode(False):
-        fake = torch.empty(0, dtype=tensor.dtype, device=tensor.device, layout=tensor.layout)
-        if tensor.layout is torch.strided:
-            fake = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_with_index(tensor.device)
-            )
-    return fake.requires_grad_(tensor.requires_grad) if tensor.requires_grad and tensor.is_leaf else fake
+        return torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_with_index(tensor.device)
+        )
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -164,6 +164,9 @@ class _Collector:
         for tensor in tensors:
             self._see_device(tensor)
         results = self.roots.of(tensors)
+        if isinstance(node.target, BoundBreak):
+            # Whatever its fake says, the body may hand an argument back.
+            results = self.roots.may_alias(results, reads)
         frame = dynamo.user_frame(node)
         self.facts[node] = NodeFacts(
             ordinal=ordinal,
@@ -264,6 +267,7 @@ class _Roots:
         self._inputs: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
         self._kinds: dict[int, set[str]] = {}
+        self._also: dict[int, frozenset[int]] = {}
         self.known = 0
 
     def of_input(self, real: torch.Tensor, fake: torch.Tensor, node: Node) -> frozenset[int]:
@@ -281,15 +285,22 @@ class _Roots:
 
     def of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
         """The roots of ``tensors``; a storage not seen before gets a new one."""
-        found = set()
+        found: set[int] = set()
         for tensor in tensors:
             for key in _storage_keys(tensor):
                 if key not in self._by_storage:
                     self._by_storage[key] = self.known
                     self._alive.append(tensor)
                     self.known += 1
-                found.add(self._by_storage[key])
+                root = self._by_storage[key]
+                found |= {root} | self._also.get(root, frozenset())
         return frozenset(found)
+
+    def may_alias(self, roots: frozenset[int], others: frozenset[int]) -> frozenset[int]:
+        """From here on a tensor of ``roots`` counts as one of ``others``, too."""
+        for root in roots:
+            self._also[root] = self._also.get(root, frozenset()) | others
+        return roots | others
 
     @property
     def outside(self) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """From an annotated graph to a plan."""
 
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
@@ -130,7 +130,7 @@ class _Builder:
     def _mode_text(self, mode: ModeState) -> str:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]
         main = torch.device(self.graph.device)
-        regions = (constant_text((n.target, n.args), str, main) for n in entered)
+        regions = (constant_text((n.target, *_as_devices(n.args)), str, main) for n in entered)
         return " ".join([*regions, f"grad={mode.grad}"])
 
     def _numbered(self, nodes: Iterable[Node]) -> tuple[int, ...]:
@@ -157,6 +157,11 @@ class _Crossing:
         for node, index in last_use.items():
             if node in step_of and node not in kept:
                 self.frees[index].append(node)
+
+
+def _as_devices(args: Iterable[Any]) -> list[Any]:
+    """Autocast names its device by a string."""
+    return [torch.device(arg) if arg in ("cpu", "cuda") else arg for arg in args]
 
 
 def _ordered(nodes: Iterable[Node], facts: Callable[[Node], NodeFacts]) -> list[Node]:

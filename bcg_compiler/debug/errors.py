@@ -1,0 +1,45 @@
+"""Which errors are the user's to mend, and where an error comes from."""
+
+import os
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from bcg_compiler.errors import BcgError, PlanError
+
+_TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
+_OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class ModelFailed(BcgError, RuntimeError):
+    """The model raised on its own, without being compiled."""
+
+
+def user_error(error: BaseException) -> BcgError | None:
+    """The error of this package behind ``error`` that tells the user what to change; ``None`` if there is none.
+
+    Dynamo wraps what a backend raises. A ``PlanError`` is a fault of ours and no such error.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, BcgError):
+            return None if isinstance(cause, PlanError) else cause
+    return None
+
+
+def model_failed(error: Exception, doing: str) -> ModelFailed:
+    """A ``ModelFailed`` for ``error``, with the innermost line of the user's code that it came from."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH_DIR, _OWN_DIR))]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return ModelFailed(f"{doing}: {type(error).__name__}: {str(error).strip() or 'no message'}{where}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        found = todo.pop(0)
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            todo += [getattr(found, "inner_exception", None), found.__cause__, found.__context__]
