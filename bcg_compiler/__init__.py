@@ -9,7 +9,7 @@ from bcg_compiler.context import current_context, forward_context
 from bcg_compiler.errors import BcgError
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
-from bcg_compiler.runtime import counters, reset, stats
+from bcg_compiler.runtime import counters, programs_of, reset, stats
 
 __all__ = [
     "BcgError",
@@ -20,6 +20,7 @@ __all__ = [
     "current_context",
     "eager_break",
     "forward_context",
+    "programs_of",
     "reset",
     "stats",
 ]

@@ -44,8 +44,8 @@ def row(name: str, dtype: str, experts: str, device: str) -> str:
     reasons = ", ".join(f"{code} {count}" for code, count in sorted(stats.reasons.items())) or "none"
     label = name + (f", {experts} experts" if experts else "")
     return (
-        f"| {label} | {dtype} | {stats.graphs} | {stats.segments} | {stats.unique_units} | {stats.breaks} | {reasons} | "
-        f"{'yes' if equal else '**no**'} |"
+        f"| {label} | {dtype} | {stats.graphs} | {stats.segments} | {stats.unique_units} | {stats.breaks} "
+        f"| {reasons} | {'yes' if equal else '**no**'} |"
     )
 
 

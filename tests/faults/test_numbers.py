@@ -149,18 +149,28 @@ def scaled(x: Tensor, value: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("values", list(VALUES.values()), ids=list(VALUES))
-@pytest.mark.parametrize("to_break", [True, False], ids=["to_a_break", "to_a_segment"])
 @ONE_FORM
 def test_value_that_is_no_number_is_that_of_this_call(
-    check: Any, breaks: SimpleNamespace, rand: Any, values: list[Any], to_break: bool
+    check: Any, breaks: SimpleNamespace, rand: Any, values: list[Any]
 ) -> None:
     """Strings, enums, ``None`` and containers are part of the key, too (vllm-project/vllm#53366)."""
+    check(lambda x, value: (breaks.wall(x.sin()) * _number_of(value)).cos() + x, [(rand(4), v) for v in values])
 
-    def program(x: Tensor, value: Any) -> Any:
-        h = breaks.wall(x.sin())
-        return (scaled(h, value) if to_break else h * _number_of(value)).cos() + x
 
-    check(program, [(rand(4), value) for value in values])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(raises=AssertionError, reason="a break is given an IntEnum as int"))
+        if name == "int_enum"
+        else name
+        for name in VALUES
+    ],
+)
+def test_value_that_is_no_number_reaches_a_break_as_it_is(check: Any, rand: Any, name: str) -> None:
+    """As above, for the arguments of a break: it sees the value and type that eager code gives it
+    (vllm-project/vllm#53366).
+    """
+    check(lambda x, value: scaled(x.sin(), value).cos() + x, [(rand(4), value) for value in VALUES[name]])
 
 
 # -- numbers that are no arguments ------------------------------------------------------------------------------------

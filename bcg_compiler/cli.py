@@ -1,0 +1,268 @@
+"""The command ``bcg``: run a model against eager, explain its plan. Parses arguments and prints; no more."""
+
+import enum
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from bcg_compiler.debug import screen
+from bcg_compiler.debug.errors import model_failed, user_error
+from bcg_compiler.debug.explain import plan_model
+from bcg_compiler.debug.lengths import SAMPLE, read_lengths, sample_lengths
+from bcg_compiler.debug.run import compare_with_eager
+from bcg_compiler.errors import BcgError, nearest
+from bcg_compiler.models import zoo
+from bcg_compiler.options import Options
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help='The tools of bcg_compiler, a backend of torch.compile: torch.compile(model, backend="bcg").',
+)
+
+#: How many of the bundled lengths are run where ``--calls`` is not given: about a minute for the demo on two cores.
+DEFAULT_CALLS = 64
+
+
+class Dtype(enum.StrEnum):
+    """The dtypes that a model can be built in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A zoo name (such as glm5, deepseek_v3, llama), a folder with a Hugging Face config.json, or "
+        "package.module:factory.",
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda with a number.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the weights.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Number of layers, in place of the model's own.")]
+OptionPairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help='An option of the backend, e.g. min_segment_kernels=4 or breaks=["module:*.mlp"]; can be repeated.',
+    ),
+]
+ConfigPairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--config", metavar="KEY=VALUE", help="A field of the Hugging Face configuration to override; can be repeated."
+    ),
+]
+
+
+@app.command()
+def run(
+    model: Model,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompt lengths: a CSV with a column ContextTokens or lengths, or one number a line. Default: a "
+            "bundled sample of a production trace.",
+        ),
+    ] = None,
+    calls: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"How many of the lengths to run. Default: all of FILE, or {DEFAULT_CALLS} bundled."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the prompts.")] = 0,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+) -> None:
+    """Run MODEL compiled and eager over many prompts, and compare every result bit by bit.
+
+    Exits with 1 if any result differs, and with 2 if what was asked for is not possible.
+    """
+    with _quiet(), _errors_in_words():
+        options = _options(option)
+        where = _device(device)
+        available = sample_lengths() if lengths is None else read_lengths(lengths)
+        wanted = calls or (DEFAULT_CALLS if lengths is None else len(available))
+        prompts = [available[i % len(available)] for i in range(wanted)]
+        with _build_errors(model):
+            built = zoo.build(
+                model, layers=layers, device=where, dtype=getattr(torch, dtype), seed=seed, config=_pairs(config)
+            )
+        out = screen.console()
+        source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
+        _header(
+            out,
+            model=f"{built.label}, {dtype} on {where}",
+            compiled=f'torch.compile(model, backend="bcg"{f", options={options}" if options else ""}), called under '
+            "torch.inference_mode()",
+            prompts=f"{len(prompts)} of the {len(available)} lengths of {source}: {min(prompts)} to {max(prompts)} "
+            f"tokens, {len(set(prompts))} different, random tokens (seed {seed})",
+        )
+        with _progress() as show:
+            report = compare_with_eager(built, prompts, options=options, seed=seed, progress=show)
+        out.print(screen.report_view(report))
+    raise typer.Exit(0 if report.equal else 1)
+
+
+@app.command()
+def explain(
+    model: Model,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    length: Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plans in full, as a JSON list.")] = False,
+    as_text: Annotated[bool, typer.Option("--text", help="Print the stable text of the plans.")] = False,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+) -> None:
+    """Print what MODEL compiles to: segments, breaks, and why each break is one. Needs neither weights nor a GPU."""
+    with _quiet(), _errors_in_words():
+        if as_json and as_text:
+            raise typer.BadParameter("--json and --text exclude each other.")
+        options = _options(option)
+        where = _device(device)
+        with _build_errors(model):
+            found = plan_model(
+                model,
+                layers=layers,
+                length=length,
+                device=where,
+                dtype=getattr(torch, dtype),
+                config=_pairs(config),
+                options=options,
+            )
+        out = screen.console()
+        if as_json or as_text:
+            print(found.json() if as_json else found.text(), end="\n" if as_json else "")
+            return
+        _header(out, model=f"{found.label}, {dtype} on {where}", prompt=f"{length} tokens", note=found.note)
+        out.print(screen.plans_view(found.plans))
+        out.print(screen.breaks_view(found.plans))
+        out.print(screen.uncompiled_view(found.uncompiled))
+        out.print(Text(screen.explanation_summary(found.plans), style="bold"))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    options = _pairs(given)
+    Options.parse(options)
+    return options
+
+
+def _pairs(given: list[str] | None) -> dict[str, Any]:
+    """``key=value`` pairs; values are JSON where they can be, else text."""
+    pairs: dict[str, Any] = {}
+    for text in given or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"{text!r} is not of the form key=value.")
+        if key in pairs:
+            raise typer.BadParameter(f'{key!r} is given twice; give several values as a list: {key}=\'["a", "b"]\'.')
+        try:
+            pairs[key] = json.loads(value)
+        except json.JSONDecodeError:
+            pairs[key] = value
+    return pairs
+
+
+def _device(name: str) -> torch.device:
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise typer.BadParameter(f"{name!r} is not a device. {nearest(name, ['cpu', 'cuda', 'cuda:0'])}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(f"{name!r} is not there: torch {torch.__version__} sees no CUDA device.")
+    if int(number or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"{name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices.")
+    return torch.device("cuda", int(number or 0))
+
+
+def _header(out: Any, **lines: str) -> None:
+    for name, text in lines.items():
+        if text:
+            out.print(Text.assemble((f"{name:<9}", "dim"), text))
+    out.print()
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen.console(stderr=True), transient=True) as progress:
+        task = progress.add_task("calls compared with eager", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """Known errors are a message and the exit code 2; of others the user needs the traceback."""
+    try:
+        yield
+    except (BcgError, zoo.ModelNotFound) as error:
+        _fail(str(error), 2)
+    except typer.BadParameter as error:
+        _fail(error.message, 2)
+    except (typer.Exit, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if (users := user_error(error)) is not None:
+            _fail(str(users), 2)
+        traceback.print_exc()
+        _fail("The compiled model raised where eager did not. This is a fault of bcg_compiler, or of torch.", 1)
+
+
+@contextmanager
+def _build_errors(model: str) -> Iterator[None]:
+    """What building a model raises is about the model or the arguments."""
+    # A factory is looked for where the user is.
+    if ":" in model and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    except (BcgError, zoo.ModelNotFound, ImportError, typer.BadParameter):
+        raise
+    except Exception as error:
+        raise model_failed(error, f"Cannot build the model {model!r}") from error
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep off the screen what transformers and torch tell developers; what a report needs is in the report."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+        yield
+
+
+if __name__ == "__main__":
+    main()

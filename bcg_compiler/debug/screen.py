@@ -1,0 +1,346 @@
+"""Plans and reports for a terminal."""
+
+import os
+import re
+import site
+import sysconfig
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
+from bcg_compiler.debug.reasons import meaning
+from bcg_compiler.debug.run import RunReport
+from bcg_compiler.facts.node import Source
+from bcg_compiler.plan import Plan, Step, StepReason
+
+#: A pattern of steps that comes at least this often in a row is shown once.
+FOLD_FROM = 3
+
+#: How many mismatches are listed.
+MOST_MISMATCHES = 10
+
+
+class Block(NamedTuple):
+    """A pattern of ``period`` steps that begins at step ``start`` and comes ``repeats`` times in a row."""
+
+    start: int
+    period: int
+    repeats: int
+
+
+def fold(keys: Sequence[Hashable]) -> list[Block]:
+    """Cut a sequence into patterns that repeat, so that the layers of a deep model are shown once."""
+    blocks = []
+    start = 0
+    while start < len(keys):
+        best = Block(start, 1, 1)
+        for period in range(1, (len(keys) - start) // FOLD_FROM + 1):
+            repeats = _repeats(keys, start, period)
+            if repeats >= FOLD_FROM and repeats * period > best.repeats * best.period:
+                best = Block(start, period, repeats)
+        blocks.append(best)
+        start += best.period * best.repeats
+    return blocks
+
+
+def _repeats(keys: Sequence[Hashable], start: int, period: int) -> int:
+    repeats = 1
+    while keys[start : start + period] == keys[start + repeats * period : start + (repeats + 1) * period]:
+        repeats += 1
+    return repeats
+
+
+def common_text(texts: Sequence[str]) -> str:
+    """One text for several that differ in their numbers: ``layers.3.mlp`` to ``layers.60.mlp`` is
+    ``layers.{3…60}.mlp``.
+    """
+    parts = [re.split(r"(\d+)", text) for text in texts]
+    if len({tuple(part[::2]) for part in parts}) > 1:
+        return texts[0]
+    merged = []
+    for column in zip(*parts, strict=True):
+        merged.append(column[0] if len(set(column)) == 1 else f"{{{column[0]}…{column[-1]}}}")
+    return "".join(merged)
+
+
+def short_path(file: str) -> str:
+    """The path from the folder of packages or from the current folder on, if the file is in one of them."""
+    roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), os.getcwd()]
+    for root in roots:
+        if file.startswith(root.rstrip(os.sep) + os.sep):
+            return os.path.relpath(file, root)
+    return file
+
+
+# -- plans ------------------------------------------------------------------------------------------------------
+
+
+def steps_table(plan: Plan) -> Table:
+    """The steps of a plan; a pattern that repeats is shown once."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("steps", "kind"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ops", "kernels"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("where", overflow="fold", ratio=1)
+    for block in fold([_key(step) for step in plan.steps]):
+        for position in range(block.period):
+            same = plan.steps[block.start + position :: block.period][: block.repeats]
+            table.add_row(*_row(same), style="" if same[0].kind == "segment" else "yellow")
+        if block.repeats > 1:
+            last = block.start + block.period * block.repeats - 1
+            these = f"these {block.period} steps" if block.period > 1 else "this step"
+            table.add_row("", "", "", "", "", Text(f"↑ {these} × {block.repeats}, up to step {last}", style="dim"))
+    return table
+
+
+def _row(same: Sequence[Step]) -> tuple[str, ...]:
+    step = same[0]
+    number = f"{step.index}" + (" …" if len(same) > 1 else "")
+    where = common_text([_span(step) for step in same])
+    if step.kind == "break":
+        codes = ", ".join(dict.fromkeys(reason.code for reason in step.reasons))
+        where = f"{codes}: {_ops(step)} in {where}"
+    return (number, step.kind, str(len(step.nodes)), str(step.kernels), step.unit, where)
+
+
+def _key(step: Step) -> Hashable:
+    """Steps of equal keys look alike in the table."""
+    reasons = tuple((r.code, r.op) for r in step.reasons)
+    return step.kind, len(step.nodes), step.kernels, step.unit, _ops(step) if step.kind == "break" else "", reasons
+
+
+def _span(step: Step) -> str:
+    first, last = step.nodes[0].module or "the model itself", step.nodes[-1].module or "the model itself"
+    return first if first == last else f"{first} → {last}"
+
+
+def _ops(step: Step) -> str:
+    """The operations that are why the step is a break."""
+    names = dict.fromkeys(r.op for r in step.reasons if r.code != "small_segment") or {n.op: None for n in step.nodes}
+    return ", ".join(names)
+
+
+def plan_summary(plan: Plan) -> str:
+    """Segments and breaks in one line."""
+    different = f" ({plan.unique_units} different)" if plan.segments else ""
+    kernels = sum(step.kernels for step in plan.segments)
+    total = sum(step.kernels for step in plan.steps)
+    inside = f", {kernels} of {total} kernels inside segments" if total else ""
+    return f"{count(len(plan.segments), 'segment')}{different}, {count(len(plan.breaks), 'break')}{inside}"
+
+
+def plan_inputs(plan: Plan) -> str:
+    """What a graph is given, in one line."""
+    values = {value.ordinal: value for value in plan.values}
+    given = [values[ordinal] for ordinal in plan.inputs]
+    tensors = [str(spec) for value in given if value.kind == "input" for spec in value.specs]
+    held = sum(value.kind == "static" for value in given)
+    return ", ".join([*tensors[:4], *(["…"] if len(tensors) > 4 else []), f"{held} parameters and buffers"])
+
+
+def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
+    """All graphs with their steps. Graphs that look alike but for their sizes share one table.
+
+    ``runs`` says of each graph how it ran.
+    """
+    parts: list[RenderableType] = []
+    numbered = list(enumerate(plans))
+    shown: dict[Hashable, list[int]] = {}
+    for number, plan in numbered:
+        shown.setdefault(_look(plan), []).append(number)
+    for numbers in shown.values():
+        for number in numbers:
+            plan = plans[number]
+            title = Text(f"Graph {number + 1} of {len(plans)}: ", style="bold")
+            title.append(plan_summary(plan) if plan else "runs unsplit")
+            parts.append(title)
+            about = ([f"inputs: {plan_inputs(plan)}"] if plan else []) + list(runs[number : number + 1])
+            parts.append(Text("  " + "; ".join(about), style="dim"))
+        last = plans[numbers[-1]]
+        if last is not None:
+            if len(numbers) > 1:
+                parts.append(Text(f"  The same steps in all of them; those of graph {numbers[-1] + 1}:", style="dim"))
+            parts.append(Padding(steps_table(last), (0, 0, 1, 2)))
+    return Group(*parts)
+
+
+def _look(plan: Plan | None) -> Hashable:
+    if plan is None:
+        return None
+    return tuple((step.kind, _span(step), _ops(step) if step.kind == "break" else "") for step in plan.steps)
+
+
+def breaks_view(plans: Iterable[Plan | None]) -> Group:
+    """Why there are breaks: by reason code, with the user's lines and what would remove them."""
+    reasons = [reason for plan in plans if plan for step in plan.breaks for reason in step.reasons]
+    parts: list[RenderableType] = []
+    by_code = sorted(reasons, key=lambda r: r.code)
+    for code, group in groupby(by_code, key=lambda r: r.code):
+        found = list(group)
+        title = Text(code, style="bold yellow")
+        title.append(f" × {len(found)}: {meaning(code).why}", style="not bold default")
+        parts += [title, *_reason_lines(found)]
+        if remedy := meaning(code).remedy:
+            parts.append(Padding(Text.assemble(("To remove it: ", "green"), remedy), (0, 0, 0, 2)))
+        parts.append(Text())
+    return Group(*parts)
+
+
+def _reason_lines(reasons: list[StepReason]) -> Iterator[RenderableType]:
+    """Each sentence once, with the lines it is about and the modules at each line."""
+    for text in dict.fromkeys(r.text for r in reasons):
+        yield Padding(Text(text), (0, 0, 0, 2))
+        places: dict[Source | None, list[str]] = {}
+        for reason in reasons:
+            if reason.text == text:
+                places.setdefault(reason.source, []).append(reason.module)
+        for source, modules in places.items():
+            where = common_text(list(dict.fromkeys(modules))) or "the model itself"
+            line = f"{short_path(source.file)}:{source.line}" if source else "unknown line"
+            yield Padding(Text(f"{line}, in {where}", style="cyan"), (0, 0, 0, 4))
+            if source and source.code:
+                yield Padding(Text(source.code, style="dim"), (0, 0, 0, 6))
+
+
+# -- Dynamo -----------------------------------------------------------------------------------------------------
+
+
+def uncompiled_view(uncompiled: Uncompiled) -> Group:
+    """What Dynamo left to plain Python, in plain words."""
+    if not uncompiled:
+        return Group(Text("Dynamo compiled the whole model: no graph breaks of its own, no recompile limit."))
+    parts: list[RenderableType] = [
+        Text("Dynamo did not compile the whole model. What is listed here runs as plain Python:", style="bold red")
+    ]
+    for found in uncompiled.graph_breaks:
+        parts.append(Text(f"  {found.reason}: Dynamo cut the graph, {count(found.count, 'time')}"))
+        parts += [_place(place) for place in found.places]
+    if uncompiled.skipped:
+        parts.append(Text("  It could not cut these functions, so they run uncompiled as a whole:"))
+        parts += [_place(place) for place in uncompiled.skipped]
+    if uncompiled.limit_hits:
+        times = count(uncompiled.limit_hits, "function")
+        parts.append(
+            Text(
+                f"  It hit its recompile limit on {times}, which then ran uncompiled for every new kind of input "
+                "(torch._dynamo.config.recompile_limit):"
+            )
+        )
+        parts += [_place(place) for place in uncompiled.given_up]
+    return Group(*parts)
+
+
+def _place(place: CodePlace) -> RenderableType:
+    text = Text(f"{short_path(place.file)}:{place.line}", style="cyan")
+    if place.name:
+        text.append(f" {place.name}")
+    if place.detail:
+        text.append(f" (last recompiled because: {place.detail})", style="dim")
+    return Padding(text, (0, 0, 0, 4))
+
+
+# -- a run ------------------------------------------------------------------------------------------------------
+
+
+def report_view(report: RunReport) -> Group:
+    """The report of a run, the verdict last."""
+    plans = [ran.plan for ran in report.ran]
+    runs = [", ".join(f"ran {times}× eagerly ({code})" for code, times in ran.eager_runs.items()) for ran in report.ran]
+    parts: list[RenderableType] = [plans_view(plans, runs)]
+    if not plans:
+        parts.append(Text("Nothing was compiled: Dynamo found no graph in the model.", style="bold red"))
+    if any(plan and plan.breaks for plan in plans):
+        parts.append(breaks_view(plans))
+    parts.append(uncompiled_view(report.uncompiled))
+    for code, times in report.eager_runs().items():
+        parts.append(Text(f"Ran eagerly {times}×, {code}: {meaning(code).why}. {meaning(code).remedy}"))
+    parts += [*_times(report), Text(), *_verdict(report)]
+    return Group(*parts)
+
+
+def _times(report: RunReport) -> Iterator[RenderableType]:
+    if report.compiling:
+        spent = f"{sum(report.compiling):.1f} s"
+        yield Text(f"Compiling took {spent}, in {count(len(report.compiling), 'call')} of {report.calls}.")
+    if report.timing:
+        timing = report.timing
+        ratio = timing.eager / timing.compiled
+        yield Text(
+            f"Time of one call: {_milliseconds(timing.compiled)} compiled, {_milliseconds(timing.eager)} eager: "
+            f"{ratio:.2f} times eager's speed."
+        )
+        lengths = ", ".join(map(str, timing.lengths))
+        yield Text(
+            f"  Medians over {timing.calls} calls at each of {count(len(timing.lengths), 'length')} ({lengths} tokens), "
+            "compiled and eager in turn. The first two calls of each length are not counted.",
+            style="dim",
+        )
+
+
+def _verdict(report: RunReport) -> Iterator[RenderableType]:
+    for mismatch in report.mismatches[:MOST_MISMATCHES]:
+        what = mismatch.difference
+        where = what.where or "the result"
+        yield Text(f"  call {mismatch.call}, length {mismatch.length}: {where} {what.what}, by {_gap(what.largest)}")
+    if (rest := len(report.mismatches) - MOST_MISMATCHES) > 0:
+        yield Text(f"  … and {rest} more")
+    for left in report.state.differences[:MOST_MISMATCHES]:
+        yield Text(f"  after all calls {left.where} {left.what}, by {_gap(left.largest)}")
+    right = report.calls - report.wrong
+    tensors = count(report.tensors, "tensor")
+    if report.equal:
+        kept = f" and so is what they left in the model ({count(report.state.tensors, 'tensor')})"
+        yield Text(
+            f"EQUAL  {right} of {report.calls} calls equal eager bit for bit ({tensors}){kept}. Largest difference: 0.",
+            style="bold green",
+        )
+        return
+    state = "" if report.state.equal else ", and the calls left another state in the model"
+    yield Text(
+        f"DIFFERENT  {report.wrong} of {report.calls} calls differ from eager, {right} are equal bit for bit ({tensors})"
+        f"{state}. Largest absolute difference: {_gap(report.largest)}.",
+        style="bold red",
+    )
+    yield Text("Segments run the same kernels as eager, so every bit must be equal; no difference is tolerated.")
+
+
+def _gap(largest: float) -> str:
+    return f"{largest:.3g}" if largest != float("inf") else "no number (NaN, or not comparable)"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def count(number: int, name: str) -> str:
+    """``1 break``, ``2 breaks``."""
+    return f"{number:,} {name}" + ("" if number == 1 else "s")
+
+
+def console(stderr: bool = False) -> Console:
+    """A console as wide as the terminal; 120 columns where there is none, as in a file or a log."""
+    found = Console(stderr=stderr, highlight=False)
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = 120
+    return found
+
+
+def explanation_summary(plans: Sequence[Plan | None]) -> str:
+    """All graphs together, in one line."""
+    made = [plan for plan in plans if plan]
+    units = {step.unit for plan in made for step in plan.segments}
+    reasons = sum((plan.reasons() for plan in made), Counter())
+    by_code = ", ".join(f"{code} {number}" for code, number in reasons.most_common())
+    return (
+        f"{count(len(plans), 'graph')}, {count(sum(len(p.segments) for p in made), 'segment')} ({len(units)} different), "
+        f"{count(sum(len(p.breaks) for p in made), 'break')}" + (f": {by_code}" if by_code else "")
+    )
