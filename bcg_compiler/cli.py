@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 
 #: How many of the bundled lengths are run where ``--calls`` is not given: about a minute for the demo on two cores.
-DEFAULT_CALLS = 64
+DEFAULT_CALLS = 40
 
 
 class Dtype(enum.StrEnum):
@@ -110,14 +110,14 @@ def run(
             )
         out = screen.console()
         source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
-        _header(
-            out,
+        header = screen.header(
             model=f"{built.label}, {dtype} on {where}",
             compiled=f'torch.compile(model, backend="bcg"{f", options={options}" if options else ""}), called under '
             "torch.inference_mode()",
             prompts=f"{len(prompts)} of the {len(available)} lengths of {source}: {min(prompts)} to {max(prompts)} "
             f"tokens, {len(set(prompts))} different, random tokens (seed {seed})",
         )
+        out.print(header, "")
         with _progress() as show:
             report = compare_with_eager(built, prompts, options=options, seed=seed, progress=show)
         out.print(screen.report_view(report))
@@ -156,7 +156,8 @@ def explain(
         if as_json or as_text:
             print(found.json() if as_json else found.text(), end="\n" if as_json else "")
             return
-        _header(out, model=f"{found.label}, {dtype} on {where}", prompt=f"{length} tokens", note=found.note)
+        about = screen.header(model=f"{found.label}, {dtype} on {where}", prompt=f"{length} tokens", note=found.note)
+        out.print(about, "")
         out.print(screen.plans_view(found.plans))
         out.print(screen.breaks_view(found.plans))
         out.print(screen.uncompiled_view(found.uncompiled))
@@ -201,13 +202,6 @@ def _device(name: str) -> torch.device:
     if int(number or 0) >= torch.cuda.device_count():
         raise typer.BadParameter(f"{name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices.")
     return torch.device("cuda", int(number or 0))
-
-
-def _header(out: Any, **lines: str) -> None:
-    for name, text in lines.items():
-        if text:
-            out.print(Text.assemble((f"{name:<9}", "dim"), text))
-    out.print()
 
 
 @contextmanager
@@ -258,7 +252,9 @@ def _fail(message: str, code: int) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep off the screen what transformers and torch tell developers; what a report needs is in the report."""
+    # Read when transformers is imported, which is later.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
         yield

@@ -32,8 +32,8 @@ class ContextError(BcgError, LookupError):
     """The forward context, or a field of it, was read where none is set."""
 
 
-class PlanError(BcgError, RuntimeError):
-    """An internal rule of the plan does not hold. This is a fault of bcg_compiler, not of the user."""
+class ReleasedError(BcgError, RuntimeError):
+    """A program was called after ``bcg.reset()`` had freed it."""
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:

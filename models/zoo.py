@@ -182,7 +182,8 @@ def build(
         name: a zoo name, a folder, or ``package.module:factory``.
         layers: number of hidden layers, of the encoder and of the decoder alike. Lists with one entry a layer are
             cut, or repeated from their start.
-        device: where model and inputs live. Weights are drawn on the CPU, so they are the same on every device.
+        device: where model and inputs live. Weights are drawn on the CPU, so they are the same on every device. For
+            "meta" the weights of a folder are not loaded.
         dtype: of floating-point weights and inputs.
         seed: of random weights.
         config: fields of the transformers configuration to override, e.g. ``{"experts_implementation": "eager"}``.
@@ -200,7 +201,8 @@ def build(
                 {"model_type": name}, {**_ZOO[name], **(config or {})}, layers, dtype
             )
         elif Path(name).is_dir():
-            model, make_inputs = _build_folder(Path(name), dict(config or {}), layers, dtype)
+            empty = torch.device(device).type == "meta"
+            model, make_inputs = _build_folder(Path(name), dict(config or {}), layers, dtype, empty)
         elif ":" in name:
             if layers is not None or config:
                 raise ValueError(f"{name!r} is a factory: it decides its own configuration, so drop layers and config")
@@ -218,12 +220,12 @@ def build(
 
 
 def _build_folder(
-    folder: Path, overrides: dict[str, Any], layers: int | None, dtype: torch.dtype
+    folder: Path, overrides: dict[str, Any], layers: int | None, dtype: torch.dtype, empty: bool
 ) -> tuple[torch.nn.Module, MakeInputs]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{folder} has no config.json; give the folder of a Hugging Face model")
-    weights = folder if any(folder.glob("*.safetensors")) else None
+    weights = folder if any(folder.glob("*.safetensors")) and not empty else None
     return _build_transformers(json.loads(path.read_text()), overrides, layers, dtype, weights)
 
 

@@ -107,17 +107,17 @@ def recompile_limit_hits() -> int:
 
 def code_key(fn: Any) -> types.CodeType | None:
     """The code object that names a compiled callable: Dynamo keeps its entries by code, so instances share it."""
-    fn = getattr(fn, "_orig_mod", fn)  # an OptimizedModule
-    fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # a compiled function
-    owner = getattr(fn, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        fn = owner
-    if isinstance(fn, torch.nn.Module):
-        fn = type(fn).forward
-    fn = getattr(fn, "__func__", fn)
-    while hasattr(fn, "__wrapped__"):  # decorators share one wrapper's code among all that they wrap
-        fn = fn.__wrapped__
-    return getattr(fn, "__code__", None)
+    while True:
+        if isinstance(fn, types.MethodType):
+            fn = fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else fn.__func__
+        elif isinstance(fn, torch.nn.Module):
+            fn = getattr(fn, "_orig_mod", None) or type(fn).forward  # an OptimizedModule, or a plain one
+        elif hasattr(fn, "_torchdynamo_orig_callable"):
+            fn = fn._torchdynamo_orig_callable
+        elif hasattr(fn, "__wrapped__"):  # decorators share one wrapper's code among all that they wrap
+            fn = fn.__wrapped__
+        else:
+            return getattr(fn, "__code__", None)
 
 
 def running_owner() -> types.CodeType | None:

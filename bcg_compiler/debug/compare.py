@@ -39,14 +39,14 @@ class Comparison:
         return not self.differences
 
 
-def compare(got: Any, expected: Any) -> Comparison:
-    """Compare every tensor and every plain value in ``got`` and ``expected``.
+def compare(got: Any, expected: Any, where: str = "") -> Comparison:
+    """Compare every tensor and every plain value in ``got`` and ``expected``, which are called ``where``.
 
     Looks into mappings (a ``ModelOutput`` of transformers is one), lists, tuples and the attributes of other objects.
     Tensors must be equal in shape, dtype, device and bits; NaNs only need to stand at the same places.
     """
     walk = _Walk()
-    walk.compare(got, expected, "")
+    walk.compare(got, expected, where)
     return Comparison(walk.tensors, tuple(walk.differences))
 
 

@@ -24,8 +24,8 @@ class Explanation:
     """What a model compiles to for one prompt length.
 
     ``label``      of the model, for people
-    ``plans``      one for each graph between Dynamo's own breaks, in the order they were made; ``None`` for a graph that
-                   runs unsplit
+    ``plans``      one for each graph between Dynamo's own breaks, in the order they were made; ``None`` for a graph
+                   that runs unsplit
     ``uncompiled`` what Dynamo left outside of the graphs
     ``note``       how the plans were made if it was not the usual way, e.g. because the model reads data; else ``""``
     """

@@ -1,6 +1,9 @@
 """What the reason codes mean, in words, and what would remove each break or eager run."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from bcg_compiler.plan import StepReason
 
 
 class Meaning(NamedTuple):
@@ -22,7 +25,7 @@ BREAKS = {
     ),
     "host_sync": Meaning(
         "the host waits for a value from the device",
-        "Keep the value on the device (torch.where, index_select, a tensor as an index), or read it before the forward.",
+        "Keep the value on the device (torch.where, a tensor as an index), or read it before the forward.",
     ),
     "dynamic_output": Meaning(
         "the size of a result depends on data",
@@ -39,7 +42,7 @@ BREAKS = {
     ),
     "unsafe_tag": Meaning(
         "its author says that no CUDA graph may hold it",
-        "Nothing from outside: the tag torch.Tag.cudagraph_unsafe is part of the op.",
+        'If the tag is wrong, name the op in options={"capturable": [...]}.',
     ),
     "unknown_op": Meaning(
         "its body cannot be seen",
@@ -61,12 +64,25 @@ BREAKS = {
 
 #: Why a whole program ran without replay.
 EAGER_RUNS = {
-    "capture_off": Meaning("capture is off: the steps run one after the other", "This is the default."),
+    "capture_off": Meaning("capture is off, so the steps run one after the other", ""),
     "grad": Meaning(
         "gradients were wanted, so the graph was not split",
         "Call the model under torch.inference_mode() or torch.no_grad().",
     ),
 }
+
+
+#: What removes the break at an op of somebody else's.
+OPS = {
+    "transformers::grouped_mm_fallback": "transformers takes it for expert weights that are not bfloat16. Use "
+    'bfloat16, or set experts_implementation="batched_mm" in the configuration.',
+}
+
+
+def remedies(reasons: Iterable[StepReason]) -> list[str]:
+    """What would remove these breaks, each remedy once."""
+    found = (OPS.get(reason.op) or meaning(reason.code).remedy for reason in reasons)
+    return [remedy for remedy in dict.fromkeys(found) if remedy]
 
 
 def meaning(code: str) -> Meaning:

@@ -115,7 +115,10 @@ class _Run:
         self.built = built
         self.seed = seed
         self.progress = progress
-        self.reference = copy.deepcopy(built.model)
+        try:
+            self.reference = copy.deepcopy(built.model)
+        except Exception as error:
+            raise model_failed(error, "The model cannot be copied for the comparison with eager") from error
         self.compiled: Any = torch.compile(built.model, backend="bcg", options=dict(options) if options else None)
         self.calls = self.tensors = self.wrong = 0
         self.mismatches: list[Mismatch] = []
@@ -138,7 +141,7 @@ class _Run:
             tensors=self.tensors,
             wrong=self.wrong,
             mismatches=tuple(self.mismatches),
-            state=compare(_state(self.built.model), _state(self.reference)),
+            state=compare(_state(self.built.model), _state(self.reference), "state"),
             ran=tuple(Ran(program.plan, dict(program.eager_runs)) for program in programs),
             uncompiled=log.uncompiled(),
             compiling=tuple(self.compiling),
@@ -153,19 +156,28 @@ class _Run:
         if eager_first:
             expected, eager_seconds = self.eager(given, seed, length)
         graphs = counters.graphs
-        got, seconds = self.timed(self.compiled, inputs, seed)
+        got, seconds = self.compiled_call(inputs, seed)
         if counters.graphs > graphs:
             self.compiling.append(seconds)
         if not eager_first:
             expected, eager_seconds = self.eager(given, seed, length)
-        # Inputs are compared too: a model may write into them.
-        found = compare((got, inputs), (expected, given))
-        self.tensors += compare(got, got).tensors
-        self.wrong += not found.equal
-        self.mismatches += [Mismatch(self.calls, length, difference) for difference in found.differences]
+        results = compare(got, expected)
+        written = compare(inputs, given, "inputs")  # a model may write into what it is given
+        differences = (*results.differences, *written.differences)
+        self.tensors += results.tensors
+        self.wrong += bool(differences)
+        self.mismatches += [Mismatch(self.calls, length, difference) for difference in differences]
         self.calls += 1
         self.progress(self.calls, self.total)
         return seconds, eager_seconds
+
+    def compiled_call(self, inputs: dict[str, Any], seed: int) -> tuple[Any, float]:
+        try:
+            return self.timed(self.compiled, inputs, seed)
+        except Exception as error:
+            if (users := user_error(error)) is not None:
+                raise users from None
+            raise
 
     def eager(self, inputs: dict[str, Any], seed: int, length: int) -> tuple[Any, float]:
         try:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
-from bcg_compiler.debug.reasons import meaning
+from bcg_compiler.debug.reasons import meaning, remedies
 from bcg_compiler.debug.run import RunReport
 from bcg_compiler.facts.node import Source
 from bcg_compiler.plan import Plan, Step, StepReason
@@ -90,7 +90,7 @@ def steps_table(plan: Plan) -> Table:
     for name in ("ops", "kernels"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
-    table.add_column("where", overflow="fold", ratio=1)
+    table.add_column("where", overflow="fold")
     for block in fold([_key(step) for step in plan.steps]):
         for position in range(block.period):
             same = plan.steps[block.start + position :: block.period][: block.repeats]
@@ -98,7 +98,7 @@ def steps_table(plan: Plan) -> Table:
         if block.repeats > 1:
             last = block.start + block.period * block.repeats - 1
             these = f"these {block.period} steps" if block.period > 1 else "this step"
-            table.add_row("", "", "", "", "", Text(f"↑ {these} × {block.repeats}, up to step {last}", style="dim"))
+            table.add_row("", "", "", "", "", Text(f"↑ {these} {block.repeats} times, up to step {last}", style="dim"))
     return table
 
 
@@ -169,7 +169,7 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
         if last is not None:
             if len(numbers) > 1:
                 parts.append(Text(f"  The same steps in all of them; those of graph {numbers[-1] + 1}:", style="dim"))
-            parts.append(Padding(steps_table(last), (0, 0, 1, 2)))
+            parts.append(Padding(steps_table(last), (0, 0, 1, 2), expand=False))
     return Group(*parts)
 
 
@@ -187,10 +187,10 @@ def breaks_view(plans: Iterable[Plan | None]) -> Group:
     for code, group in groupby(by_code, key=lambda r: r.code):
         found = list(group)
         title = Text(code, style="bold yellow")
-        title.append(f" × {len(found)}: {meaning(code).why}", style="not bold default")
+        title.append(f" {count(len(found), 'time')}: {meaning(code).why}", style="not bold default")
         parts += [title, *_reason_lines(found)]
-        if remedy := meaning(code).remedy:
-            parts.append(Padding(Text.assemble(("To remove it: ", "green"), remedy), (0, 0, 0, 2)))
+        for remedy in remedies(found):
+            parts.append(_indented(2, Text.assemble(("To remove it: ", "green"), remedy)))
         parts.append(Text())
     return Group(*parts)
 
@@ -198,7 +198,7 @@ def breaks_view(plans: Iterable[Plan | None]) -> Group:
 def _reason_lines(reasons: list[StepReason]) -> Iterator[RenderableType]:
     """Each sentence once, with the lines it is about and the modules at each line."""
     for text in dict.fromkeys(r.text for r in reasons):
-        yield Padding(Text(text), (0, 0, 0, 2))
+        yield _indented(2, Text(text))
         places: dict[Source | None, list[str]] = {}
         for reason in reasons:
             if reason.text == text:
@@ -206,9 +206,9 @@ def _reason_lines(reasons: list[StepReason]) -> Iterator[RenderableType]:
         for source, modules in places.items():
             where = common_text(list(dict.fromkeys(modules))) or "the model itself"
             line = f"{short_path(source.file)}:{source.line}" if source else "unknown line"
-            yield Padding(Text(f"{line}, in {where}", style="cyan"), (0, 0, 0, 4))
+            yield _indented(4, Text(f"{line}, in {where}", style="cyan"))
             if source and source.code:
-                yield Padding(Text(source.code, style="dim"), (0, 0, 0, 6))
+                yield _indented(6, Text(source.code, style="dim"))
 
 
 # -- Dynamo -----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def _place(place: CodePlace) -> RenderableType:
         text.append(f" {place.name}")
     if place.detail:
         text.append(f" (last recompiled because: {place.detail})", style="dim")
-    return Padding(text, (0, 0, 0, 4))
+    return _indented(4, text)
 
 
 # -- a run ------------------------------------------------------------------------------------------------------
@@ -254,7 +254,10 @@ def _place(place: CodePlace) -> RenderableType:
 def report_view(report: RunReport) -> Group:
     """The report of a run, the verdict last."""
     plans = [ran.plan for ran in report.ran]
-    runs = [", ".join(f"ran {times}× eagerly ({code})" for code, times in ran.eager_runs.items()) for ran in report.ran]
+    runs = [
+        ", ".join(f"ran {count(times, 'time')} eagerly ({code})" for code, times in ran.eager_runs.items())
+        for ran in report.ran
+    ]
     parts: list[RenderableType] = [plans_view(plans, runs)]
     if not plans:
         parts.append(Text("Nothing was compiled: Dynamo found no graph in the model.", style="bold red"))
@@ -262,7 +265,8 @@ def report_view(report: RunReport) -> Group:
         parts.append(breaks_view(plans))
     parts.append(uncompiled_view(report.uncompiled))
     for code, times in report.eager_runs().items():
-        parts.append(Text(f"Ran eagerly {times}×, {code}: {meaning(code).why}. {meaning(code).remedy}"))
+        why, remedy = meaning(code)
+        parts.append(Text(f"{count(times, 'run')} of graphs without replay ({code}): {why}. {remedy}".rstrip()))
     parts += [*_times(report), Text(), *_verdict(report)]
     return Group(*parts)
 
@@ -279,11 +283,11 @@ def _times(report: RunReport) -> Iterator[RenderableType]:
             f"{ratio:.2f} times eager's speed."
         )
         lengths = ", ".join(map(str, timing.lengths))
-        yield Text(
-            f"  Medians over {timing.calls} calls at each of {count(len(timing.lengths), 'length')} ({lengths} tokens), "
-            "compiled and eager in turn. The first two calls of each length are not counted.",
-            style="dim",
+        how = (
+            f"Medians over {timing.calls} calls at each of {count(len(timing.lengths), 'length')} ({lengths} tokens), "
+            "compiled and eager in turn. The first two calls of each length are not counted."
         )
+        yield _indented(2, Text(how, style="dim"))
 
 
 def _verdict(report: RunReport) -> Iterator[RenderableType]:
@@ -295,19 +299,18 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
         yield Text(f"  … and {rest} more")
     for left in report.state.differences[:MOST_MISMATCHES]:
         yield Text(f"  after all calls {left.where} {left.what}, by {_gap(left.largest)}")
-    right = report.calls - report.wrong
-    tensors = count(report.tensors, "tensor")
     if report.equal:
-        kept = f" and so is what they left in the model ({count(report.state.tensors, 'tensor')})"
         yield Text(
-            f"EQUAL  {right} of {report.calls} calls equal eager bit for bit ({tensors}){kept}. Largest difference: 0.",
+            f"EQUAL  {report.calls} of {count(report.calls, 'call')}, bit for bit: "
+            f"{count(report.tensors, 'result tensor')} and the {count(report.state.tensors, 'tensor')} of the model "
+            "after all calls. Largest difference: 0.",
             style="bold green",
         )
         return
-    state = "" if report.state.equal else ", and the calls left another state in the model"
+    state = "" if report.state.equal else ", and the calls left other tensors in the model"
     yield Text(
-        f"DIFFERENT  {report.wrong} of {report.calls} calls differ from eager, {right} are equal bit for bit ({tensors})"
-        f"{state}. Largest absolute difference: {_gap(report.largest)}.",
+        f"DIFFERENT  {report.wrong} of {count(report.calls, 'call')} differ from eager{state}. "
+        f"Largest absolute difference: {_gap(report.largest)}.",
         style="bold red",
     )
     yield Text("Segments run the same kernels as eager, so every bit must be equal; no difference is tolerated.")
@@ -319,6 +322,19 @@ def _gap(largest: float) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _indented(columns: int, text: Text) -> Padding:
+    return Padding(text, (0, 0, 0, columns), expand=False)
+
+
+def header(**lines: str) -> Table:
+    """Named lines, one below the other."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in lines.items():
+        if text:
+            table.add_row(Text(name, style="dim"), Text(text))
+    return table
 
 
 def count(number: int, name: str) -> str:
@@ -340,7 +356,6 @@ def explanation_summary(plans: Sequence[Plan | None]) -> str:
     units = {step.unit for plan in made for step in plan.segments}
     reasons = sum((plan.reasons() for plan in made), Counter())
     by_code = ", ".join(f"{code} {number}" for code, number in reasons.most_common())
-    return (
-        f"{count(len(plans), 'graph')}, {count(sum(len(p.segments) for p in made), 'segment')} ({len(units)} different), "
-        f"{count(sum(len(p.breaks) for p in made), 'break')}" + (f": {by_code}" if by_code else "")
-    )
+    steps = f"{count(sum(len(p.segments) for p in made), 'segment')} ({len(units)} different)"
+    breaks = count(sum(len(p.breaks) for p in made), "break")
+    return f"{count(len(plans), 'graph')}, {steps}, {breaks}" + (f": {by_code}" if by_code else "")

@@ -114,11 +114,13 @@ class _Builder:
             outputs=self._numbered(crossing.outputs[index]),
             frees=self._numbered(crossing.frees[index]),
             kernels=sum(f.kernels for f in facts),
-            reasons=tuple(self._reasons(cut, nodes)) if cut.kind == "break" else (),
+            reasons=tuple(self._reasons(cut, nodes)),
             unit=unit,
         )
 
     def _reasons(self, cut: Cut, nodes: list[Node]) -> Iterable[StepReason]:
+        if cut.kind == "segment":
+            yield _step_reason(self.graph.facts[nodes[0]], Reason("capturable", "nothing speaks against capture"))
         for node in nodes:
             facts = self.graph.facts[node]
             if node in self.graph.marks:
@@ -126,6 +128,8 @@ class _Builder:
                 yield _step_reason(facts, Reason(mark.code, self.symbols.text(mark.text)))
             elif facts.group in cut.absorbed and facts.kernels:
                 yield _step_reason(facts, Reason("small_segment", "a graph launch costs more than so few kernels"))
+            elif facts.group in cut.moved:
+                yield _step_reason(facts, Reason("moved", "out of the way of breaks, which join"))
 
     def _mode_text(self, mode: ModeState) -> str:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]

@@ -46,16 +46,22 @@ class Unit:
 
 @dataclass(frozen=True)
 class Cut:
-    """One step: its units in program order; ``absorbed`` those that only joined a break because they were too small."""
+    """One step: its units in program order.
+
+    ``absorbed``  those that only joined a break because their segment was too small
+    ``moved``     those that left their place so that breaks could join
+    """
 
     kind: Literal["segment", "break"]
     units: tuple[int, ...]
     absorbed: frozenset[int] = frozenset()
+    moved: frozenset[int] = frozenset()
 
 
 def partition(units: Sequence[Unit], min_segment_kernels: int) -> list[Cut]:
     """The steps, in order. ``units`` are in program order, each after all that it needs."""
-    return _cuts(units, _levels(units, dependencies(units)), min_segment_kernels)
+    levels, moved = _levels(units, dependencies(units))
+    return _cuts(units, levels, moved, min_segment_kernels)
 
 
 def dependencies(units: Sequence[Unit]) -> nx.DiGraph:
@@ -98,8 +104,10 @@ def _lowest_levels(units: Sequence[Unit], graph: nx.DiGraph) -> dict[int, int]:
     return lowest
 
 
-def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> dict[int, int]:
-    """The level of every unit: breaks as low as they can be, the rest at home unless a joined break moves it."""
+def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> tuple[dict[int, int], frozenset[int]]:
+    """The level of every unit: breaks as low as they can be, the rest at home unless a joined break moves it; and which
+    were moved.
+    """
     lowest = _lowest_levels(units, graph)
     breaks = {unit.ordinal: lowest[unit.ordinal] for unit in units if unit.kind == "break"}
     last = max((lowest[unit.ordinal] for unit in units if unit.kind != "segment"), default=-1)
@@ -110,6 +118,7 @@ def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> dict[int, int]:
             above = (_down(highest[s], odd) for s in graph.successors(unit.ordinal))
             highest[unit.ordinal] = min(above, default=last if odd else last + 1)
     levels: dict[int, int] = {}
+    moved: set[int] = set()
     at_home = 0  # behind the last break that the program has before the unit
     for unit in units:
         here = unit.ordinal
@@ -121,10 +130,12 @@ def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> dict[int, int]:
         else:
             needed = max((_up(levels[p], False) for p in graph.predecessors(here)), default=0)
             levels[here] = min(max(at_home, needed), highest[here])
-    return levels
+            if levels[here] != at_home:
+                moved.add(here)
+    return levels, frozenset(moved)
 
 
-def _cuts(units: Sequence[Unit], levels: dict[int, int], min_segment_kernels: int) -> list[Cut]:
+def _cuts(units: Sequence[Unit], levels: dict[int, int], moved: frozenset[int], min_segment_kernels: int) -> list[Cut]:
     by_level: dict[int, list[Unit]] = {}
     for unit in units:
         by_level.setdefault(levels[unit.ordinal], []).append(unit)
@@ -136,7 +147,7 @@ def _cuts(units: Sequence[Unit], levels: dict[int, int], min_segment_kernels: in
         small = level % 2 == 0 and (kernels == 0 or (has_breaks and kernels < min_segment_kernels))
         ordinals = tuple(unit.ordinal for unit in members)
         if level % 2 == 0 and not small:
-            cuts.append(Cut("segment", ordinals))
+            cuts.append(Cut("segment", ordinals, moved=moved & set(ordinals)))
             continue
         absorbed = frozenset(ordinals) if small else frozenset()
         if cuts and cuts[-1].kind == "break":

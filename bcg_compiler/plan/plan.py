@@ -35,7 +35,10 @@ class PlanNode:
 
 @dataclass(frozen=True)
 class StepReason:
-    """Why a node of a step runs there: the code and the sentence, with the node and the user's line."""
+    """Why a node runs in the step that it is in: the code and the sentence, with the node and the user's line.
+
+    A segment has one for its first node (``capturable``) and one for each node moved to it (``moved``).
+    """
 
     code: str
     text: str
@@ -63,7 +66,7 @@ class Step:
     outputs: tuple[int, ...]
     frees: tuple[int, ...]
     kernels: int
-    reasons: tuple[StepReason, ...] = ()
+    reasons: tuple[StepReason, ...]
     unit: str = ""
 
 

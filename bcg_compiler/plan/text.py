@@ -62,6 +62,8 @@ def _step(step: Step, values: dict[int, Value], device: str) -> list[str]:
     for module, nodes in groupby(step.nodes, key=lambda node: node.module):
         lines.append(f"  {module or '.'}: " + " ".join(_run_lengths(n.op for n in nodes)))
     for reason in step.reasons:
+        if reason.code == "capturable":
+            continue  # the word segment says it
         where = f" in {reason.module}" if reason.module else ""
         lines.append(f"  {reason.code}: %{reason.ordinal} {reason.op}{where}: {reason.text}")
     for ordinal in step.outputs:

@@ -6,6 +6,7 @@ from collections import Counter
 from types import TracebackType
 from typing import Any
 
+from bcg_compiler.errors import ReleasedError
 from bcg_compiler.lower import Lowered
 from bcg_compiler.plan import Plan
 from bcg_compiler.runtime.counters import counters
@@ -39,6 +40,10 @@ class Program:
             self._say_where(error)
             raise
 
+    def release(self) -> None:
+        """Let go of the code and all that it holds. A call after this raises ``ReleasedError``."""
+        self._run = _released
+
     def _say_where(self, error: Exception) -> None:
         """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""
         trace: TracebackType | None = error.__traceback__
@@ -55,6 +60,10 @@ class Program:
         error.add_note(f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}")
 
 
+def _released(*args: Any) -> Any:
+    raise ReleasedError("This program was freed by bcg.reset(). Call the compiled model again: it is compiled anew.")
+
+
 class UnsplitProgram:
     """A graph that runs as it is, with the reason why: no segments, no breaks."""
 
@@ -65,6 +74,10 @@ class UnsplitProgram:
         self.eager_runs: Counter[str] = Counter()
         self._run = run
         self._reason = reason
+
+    def release(self) -> None:
+        """Let go of the graph. A call after this raises ``ReleasedError``."""
+        self._run = _released
 
     def __call__(self, *args: Any) -> Any:
         if not self.eager_runs:

@@ -83,6 +83,12 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
 
 
 def reset() -> None:
-    """Free every program: drops all compiled code of this process (``torch.compiler.reset``)."""
+    """Free every program: drops all compiled code of this process (``torch.compiler.reset``).
+
+    Dynamo keeps hold of some programs even then (those after its own graph breaks), so each lets go of what it holds.
+    """
     torch.compiler.reset()
+    for program in list(_programs):
+        program.release()
+    _programs.clear()
     gc.collect()

@@ -108,6 +108,9 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.given = _tensors(self)  # the call itself may take them out of their containers
+
 
 def _make(made: Any) -> Call:
     """A call of its own from a tuple, a ``Call`` or a function that makes one."""
@@ -121,13 +124,12 @@ def _make(made: Any) -> Call:
 def _fill(call: Call, made: Any) -> None:
     """Give the tensors of ``call`` the values of a fresh one."""
     fresh = _make(made)
-    for old, new in zip(_tensors(call), _tensors(fresh), strict=True):
+    kept = {}
+    for old, new in zip(call.given, fresh.given, strict=True):
         old.untyped_storage().copy_(new.untyped_storage())
-    # Numbers may have been replaced in lists and dictionaries: only the tensors are kept.
-    kept = {id(new): old for old, new in zip(_tensors(call), _tensors(fresh), strict=True)}
-    call.args, call.kwargs = torch.utils._pytree.tree_map_only(
-        Tensor, lambda t: kept[id(t)], (fresh.args, fresh.kwargs)
-    )
+        kept[id(new)] = old
+    # The containers are new: the call may have changed them.
+    call.args, call.kwargs = copy.deepcopy((fresh.args, fresh.kwargs), kept)
 
 
 class Pair:
@@ -450,7 +452,7 @@ _FORMS: dict[str, Callable[..., Callable[..., Any]]] = {
     "call_with_break": _in_place,
 }
 _BREAKS = {
-    form: SimpleNamespace(**{body.__name__: make(body, fake, mutates) for body, fake, mutates in _DECLARED})
+    form: SimpleNamespace(form=form, **{body.__name__: make(body, fake, mutates) for body, fake, mutates in _DECLARED})
     for form, make in _FORMS.items()
 }
 

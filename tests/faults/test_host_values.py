@@ -82,9 +82,7 @@ BODIES: list[Body] = [
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__[1:])
 @pytest.mark.parametrize("breaks", ["custom_op", "eager_break"], indirect=True)
-def test_values_of_the_host_are_those_of_this_call(
-    check: Any, breaks: SimpleNamespace, rand: Any, body: Body
-) -> None:
+def test_values_of_the_host_are_those_of_this_call(check: Any, breaks: SimpleNamespace, rand: Any, body: Body) -> None:
     """A scalar or a table on the CPU met captured code: its value was frozen (pytorch/pytorch#175425)."""
     calls = [(rand(n, 4), torch.tensor(s), torch.tensor([s, 1.0, -s, 2.0])) for n, s in ((4, 1.0), (4, 2.5), (6, -0.5))]
     check(lambda x, scalar, table: body(breaks, x, scalar, table), calls)
