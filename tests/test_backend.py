@@ -40,7 +40,7 @@ def test_the_backend_works_where_the_package_is_never_imported() -> None:
     assert done.stdout.strip() == "[1.0, 1.0]"
 
 
-# -- shapes and arguments -----------------------------------------------------------------------------------------------
+# -- shapes and arguments
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def _reasons(fn: Callable[[Tensor], Any], **options: Any) -> dict[str, int]:
     return bcg.stats(compiled).reasons
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients
 
 
 class Trained(nn.Module):
@@ -204,7 +204,7 @@ def test_a_region_that_switches_grad_on_gives_gradients() -> None:
     assert w.grad is not None and torch.equal(w.grad, torch.ones(3))
 
 
-# -- programs -----------------------------------------------------------------------------------------------------------
+# -- programs
 
 
 @torch.no_grad()

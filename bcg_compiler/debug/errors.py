@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bcg_compiler.errors import BcgError, PlanError
+from bcg_compiler.errors import BcgError
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -19,12 +19,9 @@ class ModelFailed(BcgError, RuntimeError):
 def user_error(error: BaseException) -> BcgError | None:
     """The error of this package behind ``error`` that tells the user what to change; ``None`` if there is none.
 
-    Dynamo wraps what a backend raises. A ``PlanError`` is a fault of ours and no such error.
+    Dynamo wraps what a backend raises.
     """
-    for cause in _causes(error):
-        if isinstance(cause, BcgError):
-            return None if isinstance(cause, PlanError) else cause
-    return None
+    return next((cause for cause in _causes(error) if isinstance(cause, BcgError)), None)
 
 
 def model_failed(error: Exception, doing: str) -> ModelFailed:

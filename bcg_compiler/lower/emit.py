@@ -1,5 +1,6 @@
 """Python statements for graph nodes: what a program runs is source text that anyone can read and stop in."""
 
+import builtins
 import keyword
 import operator
 import re
@@ -13,6 +14,8 @@ from torch.fx import Node
 
 from bcg_compiler.facts import ModeState
 
+#: The text's own names; those of builtins it uses, too (torch.ops.aten.slice must not hide slice).
+_OWN_NAME = re.compile(r"v\d+|segment_\d+|program|make")
 _PLAIN = (int, bool, str, type(None), type(Ellipsis))
 
 
@@ -28,8 +31,7 @@ class Namespace:
         if id(value) in self._names:
             return self._names[id(value)]
         base = re.sub(r"\W", "_", hint) or "value"
-        # v12, seg_3 and the like are the text's own names.
-        if keyword.iskeyword(base) or base[0].isdigit() or re.fullmatch(r"v\d+|segment_\d+|program", base):
+        if keyword.iskeyword(base) or base[0].isdigit() or _OWN_NAME.fullmatch(base) or hasattr(builtins, base):
             base = f"_{base}"
         name, count = base, 1
         while name in self.objects:

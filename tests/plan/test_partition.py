@@ -1,8 +1,8 @@
 """How the cut is made, on hand-made units.
 
-A docstring draws the program from left to right, and after the arrow the steps that it is cut into. ``S`` is a unit that
-a segment may hold, ``S!`` one that is pinned, ``B`` a break, ``H`` arithmetic on numbers; numbers are positions in the
-program. ``─`` is a result that is taken, ``~`` a buffer that both touch.
+A docstring draws the program from left to right, and after the arrow the steps that it is cut into. ``S`` is a unit
+that a segment may hold, ``S!`` one that is pinned, ``B`` a break, ``H`` arithmetic on numbers; numbers are positions in
+the program. ``─`` is a result that is taken, ``~`` a buffer that both touch.
 """
 
 from collections.abc import Iterable
@@ -101,7 +101,6 @@ def test_a_break_that_depends_on_nothing_does_not_pass_a_later_one_that_has_to_w
 def test_a_pure_unit_between_breaks_moves_up_when_that_joins_them() -> None:
     """S2 feeds B3 and takes nothing from B1.
 
-        ┌──────┐
     S0 B1 S2─B3 S4  →  S[0 2] B[1 3] S[4]
     """
     program = Program()
