@@ -13,13 +13,13 @@ from functorch.compile import aot_module_simplified, make_boxed_func
 from torch.fx import GraphModule
 
 from bcg_compiler.breaks import BoundBreak, as_bound_break
-from bcg_compiler.facts import collect_facts
+from bcg_compiler.facts import AnnotatedGraph, collect_facts
 from bcg_compiler.lower import lower
 from bcg_compiler.options import Options, check_mode
 from bcg_compiler.passes import run_passes
 from bcg_compiler.plan import build_plan
 from bcg_compiler.runtime import Program, register
-from bcg_compiler.runtime.program import UnsplitProgram
+from bcg_compiler.runtime.program import Compiled, UnsplitProgram
 
 _numbers = itertools.count()
 
@@ -45,8 +45,12 @@ def bcg_backend(
     else:
         graph = collect_facts(module, example_inputs, parsed.capturable)
         passes = run_passes(graph, parsed)
-        plan = build_plan(graph, passes, parsed.min_segment_kernels)
-        program = Program(plan, lower(graph, plan, f"<bcg program {next(_numbers)}>"))
+
+        def make(marked: AnnotatedGraph) -> Compiled:
+            plan = build_plan(marked, passes, parsed.min_segment_kernels)
+            return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>"))
+
+        program = Program(make(graph), parsed, make)
     register(program)
     return program
 

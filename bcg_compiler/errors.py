@@ -28,6 +28,10 @@ class BreakMutationError(BcgError, RuntimeError):
     """A break function wrote into an argument that it does not declare in ``mutates_args``."""
 
 
+class BreakResultError(BcgError, RuntimeError):
+    """A break returned something of another shape, dtype or device than when its program was captured."""
+
+
 class ContextError(BcgError, LookupError):
     """The forward context, or a field of it, was read where none is set."""
 

@@ -25,8 +25,12 @@ class Options:
     Raises ``OptionError`` (from ``Options.parse``) for an unknown name, with the nearest known one, or a wrong type.
     """
 
-    capture: Literal["off"] = "off"
-    """How segments run. ``"off"``: every step runs eagerly, one after the other."""
+    capture: Literal["auto", "cuda", "emulated", "off"] = "auto"
+    """What segments are captured on. ``"cuda"``: real graphs; ``"emulated"``: any device, to see the faults of graphs
+    without one; ``"auto"``: by the device the graph computes on; ``"off"``: every step runs eagerly."""
+
+    max_captures: int = 32
+    """How many captures one program keeps, over all shapes and sets of addresses. Beyond it a call runs eagerly."""
 
     breaks: tuple[Rule, ...] = ()
     """Rules for what else is a break: ``"op:ns::name[.overload]"``, ``"module:<glob over the module path>"``,

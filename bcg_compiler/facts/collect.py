@@ -90,6 +90,7 @@ class _Collector:
             whole=dynamo.is_whole_frame(self.module),
             parameters=self.roots.parameters,
             outside=self.roots.outside,
+            written=frozenset().union(*(f.writes for f in self.facts.values())),
             mode_nodes=self.mode_nodes,
         )
 

@@ -17,6 +17,7 @@ class AnnotatedGraph:
     ``input_facts``  facts of the placeholders (their roots and specs)
     ``marks``        node → why it runs as a break
     ``parameters``   roots that hold nothing but parameters: nobody writes them unseen
+    ``written``      roots that the graph's own operations write (``facts`` add what may be written unseen)
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
 
@@ -27,6 +28,7 @@ class AnnotatedGraph:
     whole: bool
     parameters: frozenset[int]
     outside: frozenset[int]
+    written: frozenset[int]
     mode_nodes: dict[int, Node] = field(default_factory=dict)
     marks: dict[Node, Reason] = field(default_factory=dict)
 

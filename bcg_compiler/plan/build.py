@@ -10,7 +10,7 @@ from bcg_compiler.compat import dynamo
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.partition import Cut, Unit, partition
-from bcg_compiler.plan.plan import PassSummary, Plan, PlanNode, Step, StepReason, Value
+from bcg_compiler.plan.plan import PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
 from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
 
 
@@ -38,7 +38,21 @@ class _Builder:
         steps = tuple(self._step(index, cut, crossing) for index, cut in enumerate(cuts))
         results = sorted({ordinal for step in steps for ordinal in step.outputs})
         values += [self._value(self.by_ordinal[o], f"%{o}", "result") for o in results]
+        written_inputs = {
+            f.ordinal
+            for n, f in self.graph.input_facts.items()
+            if n.op == "placeholder" and f.results & self.graph.written
+        }
+        in_segments = {o for step in steps if step.kind == "segment" for o in step.inputs}
+        of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs}
         return Plan(
+            slots=tuple(
+                Slot(v.ordinal, v.ordinal in written_inputs)
+                for v in values
+                if v.kind == "input" and v.ordinal in in_segments
+            ),
+            bridges=tuple(sorted(in_segments & of_breaks)),
+            written_inputs=tuple(sorted(written_inputs)),
             steps=steps,
             values=tuple(values),
             inputs=tuple(self.ordinals[n] for n in self.graph.module.graph.find_nodes(op="placeholder")),

@@ -71,6 +71,14 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """A fixed-address buffer for an input that segments read: filled at each call, copied back if it is ``written``."""
+
+    ordinal: int
+    written: bool
+
+
+@dataclass(frozen=True)
 class PassSummary:
     """What one pass changed when this plan was made."""
 
@@ -83,13 +91,19 @@ class PassSummary:
 class Plan:
     """The steps of one graph in order, and the values between them.
 
-    ``inputs`` are the ordinals of the graph's arguments in order, ``outputs`` those of the values it returns.
+    ``inputs``   ordinals of the graph's arguments in order, ``outputs`` those of the values it returns
+    ``slots``    the inputs that need one when captured
+    ``bridges``  ordinals of the values that a break makes and a segment reads: copied to a fixed address
+    ``written_inputs``  ordinals of inputs that anything writes
     """
 
     steps: tuple[Step, ...]
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    bridges: tuple[int, ...]
+    written_inputs: tuple[int, ...]
     device: str
     passes: tuple[PassSummary, ...] = ()
 

@@ -48,13 +48,15 @@ def _body(plan: Plan) -> list[str]:
     for ordinal in plan.inputs:
         value = values[ordinal]
         lines.append(f"given {value.name} {value.kind} {_specs(value, plan.device)}".rstrip())
+    for slot in plan.slots:
+        lines.append(f"slot {values[slot.ordinal].name}" + (" written" if slot.written else ""))
     for step in plan.steps:
-        lines += _step(step, values, plan.device)
+        lines += _step(step, values, frozenset(plan.bridges), plan.device)
     lines.append("return " + ", ".join(values[o].name for o in plan.outputs))
     return lines
 
 
-def _step(step: Step, values: dict[int, Value], device: str) -> list[str]:
+def _step(step: Step, values: dict[int, Value], bridges: frozenset[int], device: str) -> list[str]:
     unit = f" unit {step.unit}" if step.unit else ""
     lines = [f"step {step.index} {step.kind}{unit}: {_count(step.nodes, 'op')}, {step.kernels} kernels"]
     if step.inputs:
@@ -67,7 +69,8 @@ def _step(step: Step, values: dict[int, Value], device: str) -> list[str]:
         where = f" in {reason.module}" if reason.module else ""
         lines.append(f"  {reason.code}: %{reason.ordinal} {reason.op}{where}: {reason.text}")
     for ordinal in step.outputs:
-        lines.append(f"  gives {values[ordinal].name} {_specs(values[ordinal], device)}".rstrip())
+        bridge = " bridge" if ordinal in bridges else ""
+        lines.append(f"  gives {values[ordinal].name} {_specs(values[ordinal], device)}".rstrip() + bridge)
     if step.frees:
         lines.append("  frees " + ", ".join(values[o].name for o in step.frees))
     return lines

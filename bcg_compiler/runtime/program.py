@@ -1,57 +1,281 @@
 """A plan with its code: what Dynamo calls in place of the graph."""
 
+import itertools
 import linecache
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from bcg_compiler.errors import ReleasedError
-from bcg_compiler.lower import Lowered
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower import Code, Lowered
+from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
+from bcg_compiler.runtime import memory
+from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
+from bcg_compiler.runtime.recording import record
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a program is made of: the marked graph, its plan and its code."""
+
+    graph: AnnotatedGraph
+    plan: Plan
+    lowered: Lowered
 
 
 class Program:
-    """Runs the steps of one plan, eagerly and in order (``capture="off"``)."""
+    """Runs the steps of one plan: eagerly at the first call of a shape, captured and replayed from the second on.
 
-    def __init__(self, plan: Plan, lowered: Lowered) -> None:
-        self.plan = plan
-        self.source = lowered.source
+    ``again`` makes the parts anew after a node was marked; it is used when a capture shows that a node cannot be
+    captured. One lock for each program: a call from inside a call runs eagerly, one from another thread waits.
+    """
+
+    def __init__(self, compiled: Compiled, options: Options, again: Callable[[AnnotatedGraph], Compiled]) -> None:
         self.eager_runs: Counter[str] = Counter()
-        self._run = lowered.run
-        self._filename = lowered.filename
-        self._lines = lowered.lines
-        # Tracebacks and debuggers show the generated text as if it were a file.
-        text = lowered.source
-        linecache.cache[self._filename] = (len(text), None, text.splitlines(keepends=True), self._filename)
-        weakref.finalize(self, linecache.cache.pop, self._filename, None)
+        self.replays = 0
+        self.captures = 0
+        self.recaptures = 0
+        self._options = options
+        self._again = again
+        self._lock = threading.RLock()
+        self._busy = False
+        self._codes: dict[str, Code] = {}
+        self._device: CaptureDevice | None = None
+        self._counted = False
+        self._take(compiled)
 
     def __call__(self, *args: Any) -> Any:
-        if not self.eager_runs:
-            counters.graphs += 1
-            counters.segments += len(self.plan.segments)
-            counters.breaks += len(self.plan.breaks)
-        self.eager_runs["capture_off"] += 1
-        counters.eager_runs["capture_off"] += 1
-        try:
-            return self._run(*args)
-        except Exception as error:
-            self._say_where(error)
-            raise
+        if not self._counted:
+            self._count_plan()
+        with self._lock:
+            if self._busy:
+                return self._eagerly("busy", args)
+            self._busy = True
+            try:
+                return self._call(args)
+            except Exception as error:
+                self._say_where(error)
+                raise
+            finally:
+                self._busy = False
 
     def release(self) -> None:
-        """Let go of the code and all that it holds. A call after this raises ``ReleasedError``."""
-        self._run = _released
+        """Let go of captures and code. A call after this raises ``ReleasedError``."""
+        with self._lock:
+            self._forget_captures()
+            self._call = _released  # type: ignore[method-assign,assignment]
+            self._codes.clear()
 
-    def _say_where(self, error: Exception) -> None:
-        """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""
+    @property
+    def source(self) -> str:
+        """The generated text of the eager program."""
+        return self._compiled.lowered.code.source
+
+    @property
+    def replay_sources(self) -> list[str]:
+        """The generated texts of the replay functions, oldest first."""
+        return [code.source for code in self._replays.values()]
+
+    # -- one call
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
+        if self._never is not None:
+            return self._eagerly(self._never, args)
+        shape = self._shape_key(args)
+        key = (shape, tuple([args[i].data_ptr() for i in self._statics]))
+        code = self._replays.get(key)
+        if code is not None:
+            if self._overlapping(args):
+                return self._eagerly("input_overlap", args)
+            return self._replay(code, args)
+        forms = self._warm.get(shape)
+        if forms is None:
+            return self._warm_up(shape, args)
+        if self._overlapping(args):
+            return self._eagerly("input_overlap", args)
+        if len(self._replays) >= self._options.max_captures:
+            return self._eagerly("capture_limit", args)
+        code = self._capture(key, args, forms)
+        if code is None:
+            return self._call(args)
+        return self._replay(code, args)
+
+    def _eagerly(self, reason: str, args: tuple[Any, ...]) -> Any:
+        self.eager_runs[reason] += 1
+        counters.eager_runs[reason] += 1
+        return self._compiled.lowered.run(*args)
+
+    def _replay(self, code: Code, args: tuple[Any, ...]) -> Any:
+        assert self._device is not None
+        self._device.before_replay()
+        result = code.made(*args)
+        self.replays += 1
+        counters.replays += 1
+        return result
+
+    def _warm_up(self, shape: Any, args: tuple[Any, ...]) -> Any:
+        """The first call of a shape is the user's own: it runs eagerly, and what its breaks make is noted."""
+        forms: dict[int, memory.Form] = {}
+
+        def note(ordinal: int, value: Any) -> None:
+            forms[ordinal] = memory.Form.of(value)
+
+        self.eager_runs["warm_up"] += 1
+        counters.eager_runs["warm_up"] += 1
+        result = self._compiled.lowered.warm_up(note, *args)
+        self._warm[shape] = forms
+        return result
+
+    # -- capture
+
+    def _capture(self, key: Any, args: tuple[Any, ...], forms: Any) -> Code | None:
+        """Capture for ``key``; ``None`` where that failed and the program has changed its mind about something."""
+        if self._device is None:
+            self._device = self._make_device()
+        compiled = self._compiled
+        filename = f"<bcg replay {next(_numbers)}>"
+        try:
+            code = record(compiled.graph, compiled.plan, compiled.lowered, self._device, args, forms, filename)
+        except torch.OutOfMemoryError:
+            self._forget_captures()
+            self._never = "out_of_memory"
+            return None
+        except Exception as error:
+            self._forget_captures()
+            self._mark_failed(error)
+            return None
+        self._remember(code)
+        again = any(shape == key[0] for shape, _ in self._replays)
+        self._replays[key] = code
+        self.captures += 1
+        counters.captures += 1
+        if again:
+            self.recaptures += 1
+            counters.recaptures += 1
+        self._forget_with_statics(key, args)
+        return code
+
+    def _make_device(self) -> CaptureDevice:
+        device = torch.device(self.plan.device)
+        wanted = self._options.capture
+        if wanted == "cuda" or (wanted == "auto" and device.type == "cuda"):
+            return CudaCapture(device)
+        return EmulatedCapture()
+
+    def _mark_failed(self, error: Exception) -> None:
+        """A node could not be captured: it becomes a break, and everything else is captured all the same."""
+        found = self._where(error)
+        if found is None:
+            self._never = "capture_failed"
+            return
+        _, node = found
+        graph = self._compiled.graph
+        fx_node = next(n for n, f in graph.facts.items() if f.ordinal == node.ordinal)
+        text = str(error).strip().splitlines() or ["no message"]
+        if not graph.mark(fx_node, "capture_failed", f"{type(error).__name__}: {text[0]}"):
+            self._never = "capture_failed"
+            return
+        self._take(self._again(graph))
+
+    def _take(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        self.plan = plan = compiled.plan
+        self._replays: dict[Any, Code] = {}
+        self._warm: dict[Any, Any] = {}
+        self._never: str | None = "capture_off" if self._options.capture == "off" else None
+        if self._never is None and not plan.segments:
+            self._never = "no_segment"
+        values = {value.ordinal: value for value in plan.values}
+        positions = {ordinal: i for i, ordinal in enumerate(plan.inputs)}
+        in_segments = {o for step in plan.segments for o in step.inputs}
+        self._statics = [positions[o] for o in plan.inputs if values[o].kind == "static" and o in in_segments]
+        self._sizes = [positions[o] for o in plan.inputs if values[o].kind == "size"]
+        self._symbolic = [
+            positions[o]
+            for o in plan.inputs
+            if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
+        ]
+        self._written = [positions[o] for o in plan.written_inputs]
+        self._tensors = [positions[o] for o in plan.inputs if values[o].specs]
+        self._slotted = [positions[slot.ordinal] for slot in plan.slots]
+        self._remember(compiled.lowered.code)
+
+    def _shape_key(self, args: tuple[Any, ...]) -> Any:
+        """What a capture is made for: the sizes that the graph leaves open. Dynamo guards everything else."""
+        return (
+            tuple([args[i] for i in self._sizes]),
+            tuple([(args[i].shape, args[i].stride()) for i in self._symbolic]),
+        )
+
+    def _overlapping(self, args: Sequence[Any]) -> bool:
+        """Whether a written input shares memory with another input: with slots a write would not be seen there."""
+        if not self._written or not self._slotted:
+            return False
+        ranges = {i: memory.byte_range(args[i]) for i in self._tensors}
+        for i in self._written:
+            start, end = ranges[i]
+            for j, (other_start, other_end) in ranges.items():
+                if j != i and start < other_end and other_start < end and (i in self._slotted or j in self._slotted):
+                    return True
+        return False
+
+    def _forget_with_statics(self, key: Any, args: Sequence[Any]) -> None:
+        """A capture goes when a tensor whose address it holds dies: when the model is deleted, say."""
+        program = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            alive = program()
+            if alive is not None:
+                alive._replays.pop(key, None)
+
+        self._watched = [*getattr(self, "_watched", []), *(weakref.ref(args[i], gone) for i in self._statics)]
+
+    def _forget_captures(self) -> None:
+        self._replays.clear()
+        self._warm.clear()
+        if self._device is not None:
+            self._device.release()
+            self._device = None
+
+    # -- reports
+
+    def _count_plan(self) -> None:
+        self._counted = True
+        counters.graphs += 1
+        counters.segments += len(self.plan.segments)
+        counters.breaks += len(self.plan.breaks)
+
+    def _remember(self, code: Code) -> None:
+        """Tracebacks and debuggers show the generated text as if it were a file."""
+        self._codes[code.filename] = code
+        lines = code.source.splitlines(keepends=True)
+        linecache.cache[code.filename] = (len(code.source), None, lines, code.filename)
+        weakref.finalize(self, linecache.cache.pop, code.filename, None)
+
+    def _where(self, error: BaseException) -> Any:
         trace: TracebackType | None = error.__traceback__
         found = None
         while trace is not None:
-            if trace.tb_frame.f_code.co_filename == self._filename:
-                found = self._lines.get(trace.tb_lineno, found)
+            code = self._codes.get(trace.tb_frame.f_code.co_filename)
+            if code is not None:
+                found = code.lines.get(trace.tb_lineno, found)
             trace = trace.tb_next
+        return found
+
+    def _say_where(self, error: Exception) -> None:
+        """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""
+        found = self._where(error)
         if found is None:
             return
         step, node = found
@@ -69,6 +293,7 @@ class UnsplitProgram:
 
     plan = None
     source = ""
+    replays = captures = recaptures = 0
 
     def __init__(self, run: Any, reason: str) -> None:
         self.eager_runs: Counter[str] = Counter()

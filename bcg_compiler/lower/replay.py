@@ -1,0 +1,91 @@
+"""Writes the flat function over the replays and breaks of one capture."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower.writer import Code, Writer
+from bcg_compiler.plan import Plan, Step
+
+__all__ = ["Captured", "Code", "write_replay"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one capture left behind.
+
+    ``replays``  for each segment's step index, what replays it
+    ``values``   the tensors at fixed addresses by ordinal: slots and what segments made
+    ``bridges``  buffers by ordinal for what breaks make
+    ``results``  for each returned value that is not handed out as it is, the expression that makes it the caller's
+    ``bound``    objects that those expressions and the text itself call by name
+    """
+
+    replays: Mapping[int, Callable[[], None]]
+    values: Mapping[int, Any]
+    bridges: Mapping[int, torch.Tensor]
+    results: Mapping[int, str]
+    bound: Mapping[str, Any]
+
+
+def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename: str) -> Code:
+    """Compile the replay function: it takes the graph's arguments in order and returns its results.
+
+    Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or what
+    the last break made. No loop, no module call, no pytree.
+    """
+    writer = Writer(graph, plan)
+    for name, value in captured.bound.items():
+        writer.namespace.objects[name] = value
+    for ordinal, value in captured.values.items():
+        writer.namespace.objects[f"v{ordinal}"] = value
+    for index, replay in captured.replays.items():
+        writer.namespace.objects[f"replay_{index}"] = replay
+    for ordinal, bridge in captured.bridges.items():
+        writer.namespace.objects[f"bridge_{ordinal}"] = bridge
+    writer.line(f"    def replay({', '.join(f'a{ordinal}' for ordinal in plan.inputs)}):")
+    _write_inputs(writer, plan, captured)
+    live = set(plan.inputs) - set(captured.values)
+    for step in plan.steps:
+        if step.kind == "segment":
+            writer.line(f"        replay_{step.index}()", step, step.nodes[0])
+            continue
+        writer.statements(step, "        ")
+        for ordinal in step.outputs:
+            if ordinal in captured.bridges:
+                writer.line(
+                    f"        fill_bridge(bridge_{ordinal}, v{ordinal}); v{ordinal} = bridge_{ordinal}",
+                    step,
+                    next(n for n in step.nodes if n.ordinal == ordinal),
+                )
+        live.update(step.outputs)
+        if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
+            writer.line(f"        del {', '.join(dead)}")
+    for slot in plan.slots:
+        if slot.written:
+            writer.line(f"        write_back(a{slot.ordinal}, v{slot.ordinal})")
+    writer.line(f"        return {_returned(writer, captured)}")
+    return writer.compile(filename, "replay")
+
+
+def _write_inputs(writer: Writer, plan: Plan, captured: Captured) -> None:
+    """Fill the slots; name the arguments that break steps and results use as they are."""
+    for slot in plan.slots:
+        writer.line(f"        fill_slot(v{slot.ordinal}, a{slot.ordinal})")
+    used = {ordinal for step in plan.breaks for ordinal in step.inputs} | set(plan.outputs)
+    for ordinal in plan.inputs:
+        if ordinal in used and ordinal not in captured.values:
+            writer.line(f"        v{ordinal} = a{ordinal}")
+
+
+def _returned(writer: Writer, captured: Captured) -> str:
+    (returned,) = writer.graph.module.graph.output_node().args
+    ordinals = {node: ordinal for ordinal, node in writer.nodes.items()}
+
+    def name_of(node: Any) -> str:
+        return captured.results.get(ordinals[node]) or writer.emit.name(node)
+
+    return writer.namespace.expression(returned, name_of)

@@ -1,0 +1,87 @@
+"""Source text whose lines know which step and node they are for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower.emit import Emitter, Namespace
+from bcg_compiler.plan import Plan, PlanNode, Step
+
+
+@dataclass(frozen=True)
+class Code:
+    """Compiled text.
+
+    ``made``      what its ``make`` function returned
+    ``source``    the text, ``filename`` the name that it was compiled under
+    ``lines``     line number (from 1) → the step and the node that the line is for
+    """
+
+    made: Any
+    source: str
+    filename: str
+    lines: dict[int, tuple[Step, PlanNode]]
+
+
+class Writer:
+    """Collects the body of one ``make`` function; everything that the text refers to is bound in its closure."""
+
+    def __init__(self, graph: AnnotatedGraph, plan: Plan) -> None:
+        facts = {**graph.input_facts, **graph.facts}
+        self.graph = graph
+        self.plan = plan
+        self.nodes = {f.ordinal: node for node, f in facts.items()}
+        constants = {n: _attribute(graph.module, str(n.target)) for n in graph.input_facts if n.op == "get_attr"}
+        self.namespace = Namespace()
+        self.emit = Emitter(
+            self.namespace,
+            {node: f.ordinal for node, f in facts.items()},
+            constants,
+            {node: f.mode for node, f in graph.facts.items()},
+            graph.mode_nodes,
+        )
+        self._text: list[str] = []
+        self._lines: dict[int, tuple[Step, PlanNode]] = {}
+
+    def line(self, text: str, step: Step | None = None, node: PlanNode | None = None) -> None:
+        """Add one line; ``step`` and ``node`` are what an exception on it is about."""
+        self._text.append(text)
+        if step is not None and node is not None:
+            self._lines[len(self._text)] = (step, node)
+
+    def statements(self, step: Step, indent: str) -> None:
+        """Add the operations of a step, each with a comment where the user's line changes."""
+        nodes = [self.nodes[n.ordinal] for n in step.nodes]
+        kept = [self.nodes[ordinal] for ordinal in step.outputs]
+        by_node: dict[Node, PlanNode] = dict(zip(nodes, step.nodes, strict=True))
+        where = None
+        for text, node in self.emit.statements(nodes, kept, indent):
+            plan_node = by_node[node] if node is not None else None
+            if plan_node is not None and (plan_node.module, plan_node.source) != where:
+                where = (plan_node.module, plan_node.source)
+                text = f"{text}  # {plan_node.module or '.'} {plan_node.source or ''}".rstrip()
+            self.line(text, step, plan_node)
+
+    def names(self, ordinals: tuple[int, ...]) -> list[str]:
+        """Variables of values; constants of the graph are no arguments, their names are bound for the whole text."""
+        nodes = [self.nodes[ordinal] for ordinal in ordinals]
+        return [self.emit.name(node) for node in nodes if node.op != "get_attr"]
+
+    def compile(self, filename: str, returned: str) -> Code:
+        """Compile the text and call its ``make``, which returns ``returned``."""
+        # The header comes last: only now is it known what the text refers to.
+        header = f"def make({', '.join(self.namespace.objects)}):"
+        source = "\n".join([header, *self._text, f"    return {returned}", ""])
+        scope: dict[str, Callable[..., Any]] = {}
+        exec(compile(source, filename, "exec"), scope)
+        lines = {number + 1: what for number, what in self._lines.items()}
+        return Code(scope["make"](**self.namespace.objects), source, filename, lines)
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner

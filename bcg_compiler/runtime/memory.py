@@ -1,0 +1,120 @@
+"""Fixed addresses: buffers that look like a tensor, copies into and out of them, results that are the caller's own."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bcg_compiler.errors import BreakResultError
+
+
+class Form(NamedTuple):
+    """What a tensor looks like, without its values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        """The form of ``tensor``."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def buffer(self) -> Tensor:
+        """A new buffer of this form, in a storage of its own.
+
+        Never an inference tensor: it is written both inside and outside of inference mode.
+        """
+        with torch.inference_mode(False):
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+
+def fill_slot(slot: Tensor, value: Tensor) -> None:
+    """Copy an argument into its slot."""
+    if value.numel() == 0:
+        return
+    if overlaps_itself(slot):
+        slot, value = _flat(slot), _flat(value)
+    slot.copy_(value)
+
+
+def write_back(value: Tensor, slot: Tensor) -> None:
+    """Copy what the program wrote into a slot back to the argument."""
+    fill_slot(value, slot)
+
+
+def fill_bridge(bridge: Tensor, value: Tensor) -> None:
+    """Copy what a break made to the address that the next segment reads. It must look as it did at capture."""
+    if value.shape != bridge.shape or value.dtype != bridge.dtype or value.device != bridge.device:
+        raise BreakResultError(
+            f"A break returned {Form.of(value)}, but {Form.of(bridge)} when its program was captured. A result that "
+            f"a segment reads must keep its form from call to call of one shape."
+        )
+    if value.data_ptr() != bridge.data_ptr() or value.stride() != bridge.stride():
+        bridge.copy_(value)
+
+
+def own(value: Tensor) -> Tensor:
+    """A copy that the next replay does not touch, with the same strides."""
+    if is_dense(value):
+        return value.clone()
+    return in_storage(own_storage(value), value.shape, value.stride(), value.storage_offset(), value.dtype)
+
+
+def own_storage(value: Tensor) -> torch.UntypedStorage:
+    """A copy of the storage behind ``value``, for results that share it."""
+    return value.untyped_storage().clone()
+
+
+def in_storage(
+    storage: torch.UntypedStorage, shape: torch.Size, stride: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> Tensor:
+    """The tensor of that form in ``storage``."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+
+
+def view_of(argument: Tensor, shape: torch.Size, stride: tuple[int, ...], shift: int, dtype: torch.dtype) -> Tensor:
+    """The view of an argument that a program's view of its slot stands for; ``shift`` in elements of ``dtype``."""
+    if argument.dtype != dtype:
+        argument = argument.view(dtype)
+    return argument.as_strided(shape, stride, argument.storage_offset() + shift)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each address once: then ``clone`` keeps the strides."""
+    expected = 1
+    for stride, size in sorted((st, sz) for sz, st in zip(tensor.shape, tensor.stride(), strict=True) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements may have one address (expanded and as_strided tensors)."""
+    reach = 0
+    for stride, size in sorted((st, sz) for sz, st in zip(tensor.shape, tensor.stride(), strict=True) if sz > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """First address and the one behind the last."""
+    start = tensor.data_ptr()
+    return start, start + _span(tensor) * tensor.element_size()
+
+
+def _span(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((_span(tensor),), (1,))

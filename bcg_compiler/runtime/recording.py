@@ -1,0 +1,149 @@
+"""One capture of a program: for one set of shapes and one set of addresses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower import Captured, Code, Lowered, write_replay
+from bcg_compiler.plan import Plan
+from bcg_compiler.runtime import memory
+from bcg_compiler.runtime.capture import CaptureDevice, Replay
+
+
+def record(
+    graph: AnnotatedGraph,
+    plan: Plan,
+    lowered: Lowered,
+    device: CaptureDevice,
+    args: Sequence[Any],
+    bridge_forms: Mapping[int, memory.Form],
+    filename: str,
+) -> Code:
+    """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
+
+    Nothing runs: segments are recorded, breaks are left out. ``bridge_forms`` are the forms that the breaks'
+    results had when the program was warmed up.
+    """
+    values: dict[int, Any] = dict(zip(plan.inputs, args, strict=True))
+    slots = {slot.ordinal: memory.Form.of(values[slot.ordinal]).buffer() for slot in plan.slots}
+    values.update(slots)
+    bridges = {ordinal: bridge_forms[ordinal].buffer() for ordinal in plan.bridges}
+    values.update(bridges)
+    made: dict[int, Any] = {}
+    replays: dict[int, Replay] = {}
+    with device.session(), torch.inference_mode(False), torch.no_grad():
+        for step in plan.segments:
+            given = tuple(values[o] for o in step.inputs if o in values)
+            result, replays[step.index] = device.capture(lowered.segments[step.index], given)
+            results = (result,) if len(step.outputs) == 1 else result or ()
+            made.update(zip(step.outputs, results, strict=True))
+            values.update(made)
+    results, bound = _Results(plan, dict(zip(plan.inputs, args, strict=True)), slots, made, bridges).expressions()
+    bound |= {
+        "fill_slot": memory.fill_slot,
+        "write_back": memory.write_back,
+        "fill_bridge": memory.fill_bridge,
+    }
+    return write_replay(graph, plan, Captured(replays, slots | made, bridges, results, bound), filename)
+
+
+class _Results:
+    """How each returned value is made the caller's own: by the memory that it turned out to lie in."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        args: Mapping[int, Any],
+        slots: Mapping[int, Tensor],
+        made: Mapping[int, Any],
+        bridges: Mapping[int, Tensor],
+    ) -> None:
+        self._plan = plan
+        self._args = args
+        self._slots = slots
+        self._made = made
+        self._bridges = bridges
+        self._bound: dict[str, Any] = {"own": memory.own, "view_of": memory.view_of, "own_if": self._own_if()}
+
+    def expressions(self) -> tuple[dict[int, str], dict[str, Any]]:
+        """An expression for each returned value that must not be handed out as it is; the objects they use."""
+        found: dict[int, str] = {}
+        shared: dict[int, list[int]] = {}
+        for ordinal in dict.fromkeys(self._plan.outputs):
+            if ordinal in self._args:
+                found[ordinal] = f"a{ordinal}"
+                continue
+            value = self._made.get(ordinal, self._bridges.get(ordinal))
+            if value is None:
+                # A break made it just now, of whatever memory.
+                arguments = "".join(f", a{o}" for o in self._slots)
+                found[ordinal] = f"own_if(v{ordinal}{arguments})"
+            elif not isinstance(value, Tensor):
+                continue
+            elif (owner := self._owner(value)) is not None:
+                found[ordinal] = self._view(ordinal, value, *owner)
+            else:
+                found[ordinal] = f"own(v{ordinal})"
+                if ordinal in self._made:
+                    shared.setdefault(_storage(value), []).append(ordinal)
+        for ordinals in shared.values():
+            if len(ordinals) > 1:
+                found.update(self._sharing(ordinals))
+        return found, self._bound
+
+    def _owner(self, value: Tensor) -> tuple[int, Tensor] | None:
+        """The argument whose memory ``value`` lies in, and the tensor that stands for it in the program."""
+        for ordinal, argument in self._args.items():
+            if not isinstance(argument, Tensor):
+                continue
+            standing = self._slots.get(ordinal, argument)
+            if standing.numel() and _storage(standing) == _storage(value):
+                return ordinal, standing
+        return None
+
+    def _view(self, ordinal: int, value: Tensor, owner: int, standing: Tensor) -> str:
+        shift = (value.data_ptr() - standing.data_ptr()) // value.element_size()
+        self._bound[f"form_{ordinal}"] = (value.shape, value.stride(), shift, value.dtype)
+        return f"view_of(a{owner}, *form_{ordinal})"
+
+    def _sharing(self, ordinals: list[int]) -> dict[int, str]:
+        """Results that share memory in eager code share it here: one copy of the storage, and a view for each."""
+        self._bound |= {"own_storage": memory.own_storage, "in_storage": memory.in_storage}
+        first = ordinals[0]
+        found = {}
+        for ordinal in ordinals:
+            value = self._made[ordinal]
+            self._bound[f"form_{ordinal}"] = (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            copy = f"(storage_{first} := own_storage(v{first}))" if ordinal == first else f"storage_{first}"
+            found[ordinal] = f"in_storage({copy}, *form_{ordinal})"
+        return found
+
+    def _own_if(self) -> Callable[..., Any]:
+        """For what a break made: copied if it lies in memory of the program, a view of the argument if in a slot."""
+        fixed = frozenset(_storage(t) for t in (*self._made.values(), *self._bridges.values()) if _is_memory(t))
+        slots = {_storage(slot): (i, slot) for i, slot in enumerate(self._slots.values()) if _is_memory(slot)}
+
+        def own_if(value: Any, *arguments: Tensor) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(own_if(item, *arguments) for item in value)
+            if not _is_memory(value):
+                return value
+            storage = _storage(value)
+            if storage in slots:
+                position, slot = slots[storage]
+                shift = (value.data_ptr() - slot.data_ptr()) // value.element_size()
+                return memory.view_of(arguments[position], value.shape, value.stride(), shift, value.dtype)
+            return memory.own(value) if storage in fixed else value
+
+        return own_if
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0
