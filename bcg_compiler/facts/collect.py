@@ -45,6 +45,9 @@ def collect_facts(module: GraphModule, example_inputs: list[Any], capturable: tu
     return collector.annotated()
 
 
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 class _Collector:
     def __init__(self, module: GraphModule, example_inputs: list[Any], declared: frozenset[str]) -> None:
         self.module = module
@@ -247,11 +250,16 @@ class _Collector:
 
     def _add_reasons(self) -> None:
         """Once all devices are known: whether a CPU tensor is out of place depends on the whole graph."""
+        live: set[Node] = set()  # numbers that are new at each call, also where Dynamo knows their value
         for node, calls, given, result in self._pending:
             found = footprint.reasons_against_capture(
                 node, calls, given, result, self.symbols, self.device, self.declared
             )
+            if not found and live & set(node.all_input_nodes):
+                found = (Reason("host_number", "an argument is a number read on the host"),)
             if found:
+                if any(isinstance(leaf, _NUMBERS) for leaf in tree_leaves(result)):
+                    live.add(node)
                 facts = self.facts[node]
                 self.facts[node] = replace(facts, uncapturable=(*facts.uncapturable, *found))
 

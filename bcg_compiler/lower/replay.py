@@ -53,7 +53,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
         if step.kind == "segment":
             writer.line(f"        replay_{step.index}()", step, step.nodes[0])
             continue
-        writer.statements(step, "        ")
+        writer.statements(step, "        ", {node.ordinal for node in step.nodes} - set(step.fixed))
         for ordinal in step.outputs:
             if ordinal in captured.bridges:
                 writer.line(
@@ -61,7 +61,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
                     step,
                     next(n for n in step.nodes if n.ordinal == ordinal),
                 )
-        live.update(step.outputs)
+        live.update(set(step.outputs) - set(step.fixed))
         if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
             writer.line(f"        del {', '.join(dead)}")
     for slot in plan.slots:

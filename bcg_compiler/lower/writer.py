@@ -1,6 +1,6 @@
 """Source text whose lines know which step and node they are for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,12 @@ class Writer:
         if step is not None and node is not None:
             self._lines[len(self._text)] = (step, node)
 
-    def statements(self, step: Step, indent: str) -> None:
-        """Add the operations of a step, each with a comment where the user's line changes."""
-        nodes = [self.nodes[n.ordinal] for n in step.nodes]
-        kept = [self.nodes[ordinal] for ordinal in step.outputs]
-        by_node: dict[Node, PlanNode] = dict(zip(nodes, step.nodes, strict=True))
+    def statements(self, step: Step, indent: str, which: Container[int] | None = None) -> None:
+        """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given."""
+        plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
+        nodes = [self.nodes[n.ordinal] for n in plan_nodes]
+        kept = [self.nodes[ordinal] for ordinal in (*step.outputs, *step.fixed)]
+        by_node: dict[Node, PlanNode] = dict(zip(nodes, plan_nodes, strict=True))
         where = None
         for text, node in self.emit.statements(nodes, kept, indent):
             plan_node = by_node[node] if node is not None else None

@@ -35,7 +35,13 @@ class _Builder:
         output = self.graph.module.graph.output_node()
         returned = [n for n in output.all_input_nodes if n in self.ordinals]
         crossing = _Crossing([self._nodes(cut) for cut in cuts], returned, self.graph.facts)
-        steps = tuple(self._step(index, cut, crossing) for index, cut in enumerate(cuts))
+        numbers = {v.ordinal for v in values if v.kind == "number"}
+        wanted = {self.ordinals[n] for i, cut in enumerate(cuts) if cut.kind == "segment" for n in crossing.inputs[i]}
+        wanted |= self._read_by(self._fixed(cuts, numbers), wanted)
+        # An input that no segment needs has no slot: it is another tensor at each call.
+        unfixed = {v.ordinal for v in values if v.kind == "input" and v.ordinal not in wanted}
+        fixed = self._fixed(cuts, numbers | unfixed)
+        steps = tuple(self._step(index, cut, crossing, fixed) for index, cut in enumerate(cuts))
         results = sorted({ordinal for step in steps for ordinal in step.outputs})
         values += [self._value(self.by_ordinal[o], f"%{o}", "result") for o in results]
         written_inputs = {
@@ -44,12 +50,12 @@ class _Builder:
             if n.op == "placeholder" and f.results & self.graph.written
         }
         in_segments = {o for step in steps if step.kind == "segment" for o in step.inputs}
-        of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs}
+        of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs if o not in fixed}
         return Plan(
             slots=tuple(
                 Slot(v.ordinal, v.ordinal in written_inputs)
                 for v in values
-                if v.kind == "input" and v.ordinal in in_segments
+                if v.kind == "input" and v.ordinal in wanted
             ),
             bridges=tuple(sorted(in_segments & of_breaks)),
             written_inputs=tuple(sorted(written_inputs)),
@@ -112,7 +118,33 @@ class _Builder:
         nodes = [node for unit in cut.units for node in self.members[unit]]
         return sorted(nodes, key=self.ordinals.__getitem__)
 
-    def _step(self, index: int, cut: Cut, crossing: "_Crossing") -> Step:
+    def _fixed(self, cuts: Iterable[Cut], unfixed: set[int]) -> set[int]:
+        """Nodes of breaks that compute nothing, on values that are fixed once their program is captured."""
+        live = set(unfixed)
+        fixed: set[int] = set()
+        for cut in cuts:
+            for node in self._nodes(cut) if cut.kind == "break" else ():
+                facts = self.graph.facts[node]
+                given = {self.ordinals[n] for n in node.all_input_nodes if n in self.ordinals}
+                computes = facts.kernels or facts.writes or facts.opaque or facts.uncapturable
+                if computes or node in self.graph.marks or given & live:
+                    live.add(facts.ordinal)
+                else:
+                    fixed.add(facts.ordinal)
+        return fixed
+
+    def _read_by(self, fixed: set[int], wanted: set[int]) -> set[int]:
+        """What the fixed nodes behind ``wanted`` read."""
+        found: set[int] = set()
+        todo = list(wanted & fixed)
+        while todo:
+            node = self.by_ordinal[todo.pop()]
+            given = {self.ordinals[n] for n in node.all_input_nodes if n in self.ordinals} - found
+            found |= given
+            todo += given & fixed
+        return found
+
+    def _step(self, index: int, cut: Cut, crossing: "_Crossing", fixed: set[int]) -> Step:
         nodes = self._nodes(cut)
         facts = [self.graph.facts[node] for node in nodes]
         unit = ""
@@ -129,6 +161,7 @@ class _Builder:
             frees=self._numbered(crossing.frees[index]),
             kernels=sum(f.kernels for f in facts),
             reasons=tuple(self._reasons(cut, nodes)),
+            fixed=tuple(f.ordinal for f in facts if f.ordinal in fixed),
             unit=unit,
         )
 

@@ -56,6 +56,8 @@ class Step:
     ``inputs``   ordinals of the values it reads from outside, ``outputs`` of those that are read after it
     ``frees``    ordinals of the values that nothing reads after it
     ``kernels``  how many kernels it launches
+    ``fixed``    ordinals of a break's nodes that only look at fixed memory or allocate (views, sizes, empty buffers): a
+                 capture does them once, and replays leave them out
     ``unit``     structural key: segments of the same key are the same computation on other values; "" for a break
     """
 
@@ -67,6 +69,7 @@ class Step:
     frees: tuple[int, ...]
     kernels: int
     reasons: tuple[StepReason, ...]
+    fixed: tuple[int, ...] = ()
     unit: str = ""
 
 

@@ -59,10 +59,11 @@ def fill_bridge(bridge: Tensor, value: Tensor) -> None:
 
 
 def own(value: Tensor) -> Tensor:
-    """A copy that the next replay does not touch, with the same strides."""
-    if is_dense(value):
-        return value.clone()
-    return in_storage(own_storage(value), value.shape, value.stride(), value.storage_offset(), value.dtype)
+    """A copy that the next replay does not touch, with the same strides (``clone`` may choose others)."""
+    if overlaps_itself(value):
+        return in_storage(own_storage(value), value.shape, value.stride(), value.storage_offset(), value.dtype)
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return copy.copy_(value)
 
 
 def own_storage(value: Tensor) -> torch.UntypedStorage:
@@ -82,16 +83,6 @@ def view_of(argument: Tensor, shape: torch.Size, stride: tuple[int, ...], shift:
     if argument.dtype != dtype:
         argument = argument.view(dtype)
     return argument.as_strided(shape, stride, argument.storage_offset() + shift)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each address once: then ``clone`` keeps the strides."""
-    expected = 1
-    for stride, size in sorted((st, sz) for sz, st in zip(tensor.shape, tensor.stride(), strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ def record(
 ) -> Code:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
-    Nothing runs: segments are recorded, breaks are left out. ``bridge_forms`` are the forms that the breaks'
+    Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done. ``bridge_forms`` are the forms that the breaks'
     results had when the program was warmed up.
     """
     values: dict[int, Any] = dict(zip(plan.inputs, args, strict=True))
@@ -35,11 +35,15 @@ def record(
     made: dict[int, Any] = {}
     replays: dict[int, Replay] = {}
     with device.session(), torch.inference_mode(False), torch.no_grad():
-        for step in plan.segments:
-            given = tuple(values[o] for o in step.inputs if o in values)
-            result, replays[step.index] = device.capture(lowered.segments[step.index], given)
-            results = (result,) if len(step.outputs) == 1 else result or ()
-            made.update(zip(step.outputs, results, strict=True))
+        for step in plan.steps:
+            if step.kind == "segment":
+                given = tuple(values[o] for o in step.inputs if o in values)
+                result, replays[step.index] = device.capture(lowered.segments[step.index], given)
+                results = (result,) if len(step.outputs) == 1 else result or ()
+                made.update(zip(step.outputs, results, strict=True))
+            elif step.index in lowered.fixed:
+                fixed = lowered.fixed[step.index]
+                made.update(zip(fixed.outputs, fixed.run(*(values[o] for o in fixed.inputs)), strict=True))
             values.update(made)
     results, bound = _Results(plan, dict(zip(plan.inputs, args, strict=True)), slots, made, bridges).expressions()
     bound |= {
@@ -87,7 +91,7 @@ class _Results:
                 found[ordinal] = self._view(ordinal, value, *owner)
             else:
                 found[ordinal] = f"own(v{ordinal})"
-                if ordinal in self._made:
+                if ordinal in self._made and _is_memory(value):
                     shared.setdefault(_storage(value), []).append(ordinal)
         for ordinals in shared.values():
             if len(ordinals) > 1:
@@ -97,10 +101,8 @@ class _Results:
     def _owner(self, value: Tensor) -> tuple[int, Tensor] | None:
         """The argument whose memory ``value`` lies in, and the tensor that stands for it in the program."""
         for ordinal, argument in self._args.items():
-            if not isinstance(argument, Tensor):
-                continue
             standing = self._slots.get(ordinal, argument)
-            if standing.numel() and _storage(standing) == _storage(value):
+            if _is_memory(standing) and _is_memory(value) and _storage(standing) == _storage(value):
                 return ordinal, standing
         return None
 

@@ -115,7 +115,8 @@ _ALLOCATIONS = frozenset(
 
 
 def _like(fake: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+    with torch.inference_mode(False):  # replays write it, in whatever mode
+        return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def _writes(func: Any) -> bool:
@@ -123,7 +124,12 @@ def _writes(func: Any) -> bool:
 
 
 def _only_looks(func: Any) -> bool:
-    """A view, or a question that fakes and real tensors answer alike."""
+    """A view, or a question that fakes and real tensors answer alike.
+
+    Not ``lift_fresh``: it stands for a constant that eager code makes anew at each call.
+    """
+    if func is _aten.lift_fresh.default:
+        return False
     return func.namespace == "prim" or any(r.alias_info is not None for r in func._schema.returns)
 
 
