@@ -152,6 +152,7 @@ class _Collector:
         calls = recorder.calls
         reads = self.roots.of([t for call in calls for t in call.reads] + _tensors((args, kwargs)))
         writes = self.roots.of([t for call in calls for t in call.writes])
+        reshapes = self.roots.of([t for call in calls if footprint.is_inplace_view(call) for t in call.writes])
         opaque = failure is not None or footprint.opaque_function(node) is not None
         if isinstance(node.target, BoundBreak):
             opaque, calls = True, []
@@ -182,6 +183,7 @@ class _Collector:
             kernels=footprint.kernel_count(node, calls),
             reads=reads,
             writes=writes,
+            reshapes=reshapes,
             results=results,
             fresh=frozenset(root for root in results if root >= before),
             specs=_specs(result),

@@ -62,6 +62,11 @@ def is_random(call: Recorded) -> bool:
     return True
 
 
+def is_inplace_view(call: Recorded) -> bool:
+    """Whether the operation changes shape or strides of its argument and no data, like ``unsqueeze_``."""
+    return isinstance(call.op, torch._ops.OpOverload) and torch.Tag.inplace_view in call.op.tags
+
+
 def foreign_op(call: Recorded) -> str | None:
     """The name of a custom operation, whose body is not seen; ``None`` for one of torch's own."""
     if not isinstance(call.op, torch._ops.OpOverload):

@@ -63,6 +63,7 @@ class NodeFacts:
     ``aten``        the operations it dispatches, composite ones before their parts
     ``kernels``     how many of them launch a kernel
     ``reads``, ``writes``  roots (storages) whose data it reads or writes, plus the negative ones above
+    ``reshapes``    roots of tensors whose shape or strides it changes in place
     ``results``     roots that its result lives in; ``fresh`` those that it allocated
     ``specs``       its result tensors
     ``uncapturable`` reasons why no graph may hold it, most telling first; empty if one may
@@ -81,6 +82,7 @@ class NodeFacts:
     kernels: int = 0
     reads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
+    reshapes: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     fresh: frozenset[int] = frozenset()
     specs: tuple[TensorSpec, ...] = ()

@@ -90,7 +90,8 @@ def _write_program(writer: Writer, name: str, note: str) -> None:
             writer.statements(step, "        ")
             for ordinal in step.outputs if note else ():
                 if ordinal in plan.bridges:
-                    writer.line(f"        {note}({ordinal}, v{ordinal})")
+                    given = "".join(f"{name}, " for name in writer.names(step.inputs))
+                    writer.line(f"        {note}({ordinal}, v{ordinal}, ({given}))")
         if step.frees:
             writer.line(f"        del {', '.join(writer.names(step.frees))}")
     (returned,) = writer.graph.module.graph.output_node().args

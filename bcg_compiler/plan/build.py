@@ -64,6 +64,7 @@ class _Builder:
             inputs=tuple(self.ordinals[n] for n in self.graph.module.graph.find_nodes(op="placeholder")),
             outputs=tuple(self.ordinals[n] for n in returned),
             device=self.graph.device,
+            uncaptured=self._uncaptured(steps),
             passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
         )
 
@@ -117,6 +118,20 @@ class _Builder:
     def _nodes(self, cut: Cut) -> list[Node]:
         nodes = [node for unit in cut.units for node in self.members[unit]]
         return sorted(nodes, key=self.ordinals.__getitem__)
+
+    def _uncaptured(self, steps: Iterable[Step]) -> Reason | None:
+        """What a slot cannot stand for: an input whose shape is changed in place, or whose storage is looked at."""
+        crossing = {o for step in steps for o in (*step.inputs, *step.outputs)}
+        seen = {root for n, f in self.graph.input_facts.items() if not dynamo.is_static_input(n) for root in f.results}
+        for o in crossing & self.by_ordinal.keys():
+            seen |= self.graph.facts[self.by_ordinal[o]].results
+        inputs = {root for f in self.graph.input_facts.values() for root in f.results}
+        for facts in self.graph.facts.values():
+            if facts.reshapes & seen:
+                return Reason("reshaped_in_place", f"{facts} changes the shape of a value that other steps use")
+            if "aten::as_strided.default" in facts.aten and facts.reads & inputs & seen:
+                return Reason("input_storage", f"{facts} addresses the storage behind an input")
+        return None
 
     def _fixed(self, cuts: Iterable[Cut], unfixed: set[int]) -> set[int]:
         """Nodes of breaks that compute nothing, on values that are fixed once their program is captured."""

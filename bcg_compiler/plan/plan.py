@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from bcg_compiler.facts.node import ModeState, Source, TensorSpec
+from bcg_compiler.facts.node import ModeState, Reason, Source, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Plan:
     ``inputs``   ordinals of the graph's arguments in order, ``outputs`` those of the values it returns
     ``slots``    the inputs that need one when captured
     ``bridges``  ordinals of the values that a break makes and a segment reads: copied to a fixed address
+    ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
     """
 
@@ -108,6 +109,7 @@ class Plan:
     bridges: tuple[int, ...]
     written_inputs: tuple[int, ...]
     device: str
+    uncaptured: Reason | None = None
     passes: tuple[PassSummary, ...] = ()
 
     @property

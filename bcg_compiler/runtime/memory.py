@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bcg_compiler.compat.fake import storage_key
 from bcg_compiler.errors import BreakResultError
 
 
@@ -93,6 +94,11 @@ def overlaps_itself(tensor: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def share_storage(a: object, b: object) -> bool:
+    """Whether two values are tensors over one storage."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and storage_key(a) == storage_key(b) is not None
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:

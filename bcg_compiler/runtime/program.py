@@ -128,8 +128,10 @@ class Program:
         """The first call of a shape is the user's own: it runs eagerly, and what its breaks make is noted."""
         forms: dict[int, memory.Form] = {}
 
-        def note(ordinal: int, value: Any) -> None:
+        def note(ordinal: int, value: Any, given: tuple[Any, ...]) -> None:
             forms[ordinal] = memory.Form.of(value)
+            if any(memory.share_storage(value, other) for other in given):
+                self._never = "break_alias"
 
         self.eager_runs["warm_up"] += 1
         counters.eager_runs["warm_up"] += 1
@@ -171,7 +173,7 @@ class Program:
         wanted = self._options.capture
         if wanted == "cuda" or (wanted == "auto" and device.type == "cuda"):
             return CudaCapture(device)
-        return EmulatedCapture()
+        return EmulatedCapture(device)
 
     def _mark_failed(self, error: Exception) -> None:
         """A node could not be captured: it becomes a break, and everything else is captured all the same."""
@@ -193,8 +195,12 @@ class Program:
         self.plan = plan = compiled.plan
         self._replays: dict[Any, Code] = {}
         self._warm: dict[Any, Any] = {}
-        self._never: str | None = "capture_off" if self._options.capture == "off" else None
-        if self._never is None and not plan.segments:
+        self._never: str | None = None
+        if self._options.capture == "off":
+            self._never = "capture_off"
+        elif plan.uncaptured is not None:
+            self._never = plan.uncaptured.code
+        elif not plan.segments:
             self._never = "no_segment"
         values = {value.ordinal: value for value in plan.values}
         positions = {ordinal: i for i, ordinal in enumerate(plan.inputs)}
@@ -271,7 +277,9 @@ class Program:
             if code is not None:
                 found = code.lines.get(trace.tb_lineno, found)
             trace = trace.tb_next
-        return found
+        filename, line = getattr(error, "bcg_line", None) or ("", 0)  # the emulated device's own word
+        code = self._codes.get(filename)
+        return code.lines.get(line, found) if code else found
 
     def _say_where(self, error: Exception) -> None:
         """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""

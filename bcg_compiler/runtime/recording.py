@@ -1,11 +1,13 @@
 """One capture of a program: for one set of shapes and one set of addresses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bcg_compiler.compat.fake import storage_key
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Captured, Code, Lowered, write_replay
 from bcg_compiler.plan import Plan
@@ -34,7 +36,7 @@ def record(
     values.update(bridges)
     made: dict[int, Any] = {}
     replays: dict[int, Replay] = {}
-    with device.session(), torch.inference_mode(False), torch.no_grad():
+    with device.session(), torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
         for step in plan.steps:
             if step.kind == "segment":
                 given = tuple(values[o] for o in step.inputs if o in values)
@@ -52,6 +54,17 @@ def record(
         "fill_bridge": memory.fill_bridge,
     }
     return write_replay(graph, plan, Captured(replays, slots | made, bridges, results, bound), filename)
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps casts of weights until its region ends: a recorded address of one would be read after that."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class _Results:
@@ -75,7 +88,7 @@ class _Results:
     def expressions(self) -> tuple[dict[int, str], dict[str, Any]]:
         """An expression for each returned value that must not be handed out as it is; the objects they use."""
         found: dict[int, str] = {}
-        shared: dict[int, list[int]] = {}
+        shared: dict[int | None, list[int]] = {}
         for ordinal in dict.fromkeys(self._plan.outputs):
             if ordinal in self._args:
                 found[ordinal] = f"a{ordinal}"
@@ -143,9 +156,9 @@ class _Results:
         return own_if
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int | None:
+    return storage_key(tensor)
 
 
 def _is_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() > 0
+    return isinstance(value, Tensor)

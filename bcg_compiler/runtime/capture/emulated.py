@@ -6,6 +6,8 @@ recorded its functional operations get results of the right form without values 
 are real views, writes are only noted. A replay runs the notes.
 """
 
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +24,9 @@ from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
 class EmulatedCapture:
     """Records onto tapes; nothing of it is shared between segments."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.type
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """Nothing to set up."""
@@ -31,7 +36,7 @@ class EmulatedCapture:
         """Record ``segment(*args)`` as a tape."""
         with _Recorder() as tape:
             result = segment(*args)
-        return result, partial(_play, tuple(tape.notes))
+        return result, partial(_play, tuple(tape.notes), self._device)
 
     def before_replay(self) -> None:
         """There are no streams."""
@@ -40,16 +45,31 @@ class EmulatedCapture:
         """The tapes hold all there is."""
 
 
-#: An operation with the arguments of capture, and the results it must write (``None``: it writes its arguments).
-_Note = tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor] | None]
+#: An operation with the arguments of capture, the results that a replay must fill, and the line of the segment's text.
+_Note = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...], tuple[str, int] | None]
 
 
-def _play(notes: tuple[_Note, ...]) -> None:
-    for op, args, kwargs, results in notes:
-        made = op(*args, **kwargs)
-        if results is not None:
-            for result, value in zip(results, _tensors(made), strict=True):
-                result.copy_(value)
+def _play(notes: tuple[_Note, ...], device: str) -> None:
+    line = None
+    try:
+        # The casts of autocast were recorded like everything else.
+        with torch.autocast(device, enabled=False):
+            for op, args, kwargs, results, line in notes:
+                made = op(*args, **kwargs)
+                if results:
+                    for result, value in zip(results, _tensors(made), strict=True):
+                        result.copy_(value)
+    except Exception as error:
+        error.bcg_line = line  # type: ignore[attr-defined]
+        raise
+
+
+def _generated_line() -> tuple[str, int] | None:
+    """File name and line of the generated text that is being recorded."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith("<bcg "):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 class _Recorder(TorchDispatchMode):
@@ -58,7 +78,7 @@ class _Recorder(TorchDispatchMode):
         self.notes: list[_Note] = []
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             raise CaptureError(f"{func.name()} is a higher-order operation: its parts are not seen when captured")
@@ -71,22 +91,19 @@ class _Recorder(TorchDispatchMode):
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _writes(func):
-            return self._note_write(func, args, kwargs)
-        if _only_looks(func):
+        # An in-place view changes what a tensor says of itself and no data.
+        if torch.Tag.inplace_view in func.tags or (_only_looks(func) and not _writes(func)):
             return func(*args, **kwargs)
-        return self._note_result(func, args, kwargs)
+        return self._note(func, args, kwargs)
 
-    def _note_write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if torch.Tag.inplace_view in func.tags:
-            return func(*args, **kwargs)  # changes what the tensor says of itself, no data
-        self.notes.append((func, args, kwargs, None))
+    def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written_arguments(func, args, kwargs)
-        returns = [written[name] for name in _returned_names(func)]
-        return None if not returns else returns[0] if len(returns) == 1 else tuple(returns)
-
-    def _note_result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, self._fakes.from_tensor, (args, kwargs))
+        returns = func._schema.returns
+        if written and all(r.alias_info is not None for r in returns):
+            self.notes.append((func, args, kwargs, (), _generated_line()))
+            same = [written[next(iter(r.alias_info.before_set))] for r in returns]
+            return None if not same else same[0] if len(same) == 1 else tuple(same)
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         try:
             with self._fakes:
                 described = func(*fake_args, **fake_kwargs)
@@ -95,11 +112,16 @@ class _Recorder(TorchDispatchMode):
         leaves, structure = tree_flatten(described)
         made = [_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         results = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
-        if not results:
+        if not results and not written:
             return func(*args, **kwargs)  # a question about shapes, such as which attention kernel to take
         if func not in _ALLOCATIONS:
-            self.notes.append((func, args, kwargs, results))
+            self.notes.append((func, args, kwargs, tuple(results), _generated_line()))
         return tree_unflatten(made, structure)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Anew each time: a fake kept for a tensor would not see what an in-place view has changed.
+        with self._fakes:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 _aten = torch.ops.aten
@@ -141,10 +163,6 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
             for name in argument.alias_info.before_set:
                 found[name] = value
     return found
-
-
-def _returned_names(func: Any) -> list[str]:
-    return [next(iter(r.alias_info.before_set)) for r in func._schema.returns if r.alias_info is not None]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
