@@ -167,6 +167,34 @@ class BoundBreak:
             self._check_result(_describe(self.spec.name, result, leaves), leaves)
         return leaves or None
 
+    def direct(self) -> Callable[..., Any]:
+        """The body with nothing around it but what gives its results as a flat list: for replays.
+
+        What ``__call__`` checks was checked when the program was warmed up, and bridges check the form of each result.
+        """
+        (structure, _), fn = self._expected or ("none", ()), self.spec.fn
+        if self.spec.takes_instance:
+            receiver = self._receiver
+
+            def method(*args: Any, **kwargs: Any) -> Any:
+                return self.spec.fn(*receiver(), *args, **kwargs)
+
+            fn = method
+        if structure == "none":
+            return fn
+        if structure == "tensor":
+            return lambda *args, **kwargs: (fn(*args, **kwargs),)
+        return self._flat(fn, structure)
+
+    def _flat(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+        def flat(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+            leaves: list[torch.Tensor] = []
+            if _describe(self.spec.name, fn(*args, **kwargs), leaves) != structure:
+                raise BreakArgumentError(f"Break {self.spec.name!r} returned another structure than at its first run.")
+            return leaves
+
+        return flat
+
     def _check_result(self, structure: Any, leaves: list[torch.Tensor]) -> None:
         """What was compiled relies on the fake: a result of another form would go unseen to wrong readers."""
         if self._expected is None:

@@ -2,6 +2,8 @@
 
 ``fake``     fake tensors: the tracing mode, fresh fakes, storage identity
 ``dynamo``   what Dynamo leaves on a graph: sources, module paths, source lines, its counters, the compiled owner
+``addresses`` addresses of many tensors at once, the current stream's handle
+``ops``      the registry of operators
 ``recorder`` the dispatch mode that records ATen operations
 
 Run on torch 2.11.0 and 2.13.0.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import ModeState
 
 #: The text's own names; those of builtins it uses, too (torch.ops.aten.slice must not hide slice).
@@ -67,7 +68,7 @@ class Namespace:
 
 
 class Emitter:
-    """Writes statements for nodes; values are named ``v<ordinal>``."""
+    """Writes statements for nodes; values are named ``v<ordinal>``. ``direct``: breaks without their checks."""
 
     def __init__(
         self,
@@ -76,8 +77,10 @@ class Emitter:
         constants: Mapping[Node, Any],
         modes: Mapping[Node, ModeState],
         mode_nodes: Mapping[int, Node],
+        direct: bool,
     ) -> None:
         self.namespace = namespace
+        self._direct = direct
         self._ordinals = ordinals
         self._constants = constants
         self._modes = modes
@@ -132,7 +135,10 @@ class Emitter:
             module = node.graph.owning_module
             assert module is not None
             target = module.get_submodule(str(target))
-        return f"{self.namespace.bind(target, _hint(target))}({', '.join(args + kwargs)})"
+        hint = _hint(target)
+        if self._direct and isinstance(target, BoundBreak):
+            target = target.direct()
+        return f"{self.namespace.bind(target, hint)}({', '.join(args + kwargs)})"
 
     def _with_items(self, mode: ModeState) -> str:
         items = [f"{self.namespace.bind(self._contexts[o], f'mode_{o}')}()" for o in mode.stack]

@@ -20,6 +20,7 @@ class Captured:
     ``replays``  for each segment's step index, what replays it
     ``values``   the tensors at fixed addresses by ordinal: slots and what segments made
     ``bridges``  buffers by ordinal for what breaks make
+    ``fills``    for each slot's ordinal the statement that fills it, ``write_backs`` the one that copies it back
     ``results``  for each returned value that is not handed out as it is, the expression that makes it the caller's
     ``bound``    objects that those expressions and the text itself call by name
     """
@@ -27,6 +28,8 @@ class Captured:
     replays: Mapping[int, Callable[[], None]]
     values: Mapping[int, Any]
     bridges: Mapping[int, torch.Tensor]
+    fills: Mapping[int, str]
+    write_backs: Mapping[int, str]
     results: Mapping[int, str]
     bound: Mapping[str, Any]
 
@@ -37,7 +40,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or what
     the last break made. No loop, no module call, no pytree.
     """
-    writer = Writer(graph, plan)
+    writer = Writer(graph, plan, direct=True)
     for name, value in captured.bound.items():
         writer.namespace.objects[name] = value
     for ordinal, value in captured.values.items():
@@ -64,17 +67,16 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
         live.update(set(step.outputs) - set(step.fixed))
         if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
             writer.line(f"        del {', '.join(dead)}")
-    for slot in plan.slots:
-        if slot.written:
-            writer.line(f"        write_back(a{slot.ordinal}, v{slot.ordinal})")
+    for statement in captured.write_backs.values():
+        writer.line(f"        {statement}")
     writer.line(f"        return {_returned(writer, captured)}")
     return writer.compile(filename, "replay")
 
 
 def _write_inputs(writer: Writer, plan: Plan, captured: Captured) -> None:
     """Fill the slots; name the arguments that break steps and results use as they are."""
-    for slot in plan.slots:
-        writer.line(f"        fill_slot(v{slot.ordinal}, a{slot.ordinal})")
+    for statement in captured.fills.values():
+        writer.line(f"        {statement}")
     used = {ordinal for step in plan.breaks for ordinal in step.inputs} | set(plan.outputs)
     for ordinal in plan.inputs:
         if ordinal in used and ordinal not in captured.values:

@@ -29,7 +29,7 @@ class Code:
 class Writer:
     """Collects the body of one ``make`` function; everything that the text refers to is bound in its closure."""
 
-    def __init__(self, graph: AnnotatedGraph, plan: Plan) -> None:
+    def __init__(self, graph: AnnotatedGraph, plan: Plan, direct: bool = False) -> None:
         facts = {**graph.input_facts, **graph.facts}
         self.graph = graph
         self.plan = plan
@@ -42,6 +42,7 @@ class Writer:
             constants,
             {node: f.mode for node, f in graph.facts.items()},
             graph.mode_nodes,
+            direct,
         )
         self._text: list[str] = []
         self._lines: dict[int, tuple[Step, PlanNode]] = {}

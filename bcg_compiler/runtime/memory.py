@@ -35,17 +35,12 @@ class Form(NamedTuple):
 
 
 def fill_slot(slot: Tensor, value: Tensor) -> None:
-    """Copy an argument into its slot."""
+    """Copy an argument into its slot, or back, where a plain copy will not do."""
     if value.numel() == 0:
         return
     if overlaps_itself(slot):
         slot, value = _flat(slot), _flat(value)
     slot.copy_(value)
-
-
-def write_back(value: Tensor, slot: Tensor) -> None:
-    """Copy what the program wrote into a slot back to the argument."""
-    fill_slot(value, slot)
 
 
 def fill_bridge(bridge: Tensor, value: Tensor) -> None:
@@ -65,6 +60,11 @@ def own(value: Tensor) -> Tensor:
         return in_storage(own_storage(value), value.shape, value.stride(), value.storage_offset(), value.dtype)
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return copy.copy_(value)
+
+
+def clone_keeps_strides(value: Tensor) -> bool:
+    """Whether ``value.clone()`` has the strides of ``value``, as it does for most."""
+    return torch.empty_like(value, device="meta").stride() == value.stride()
 
 
 def own_storage(value: Tensor) -> torch.UntypedStorage:

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.errors import ReleasedError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Code, Lowered
@@ -92,11 +93,21 @@ class Program:
     def _call(self, args: tuple[Any, ...]) -> Any:
         if self._never is not None:
             return self._eagerly(self._never, args)
-        shape = self._shape_key(args)
-        key = (shape, tuple([args[i].data_ptr() for i in self._statics]))
-        code = self._replays.get(key)
+        shape = self._shape_key(args) if self._open else None
+        last = self._last
+        if last is not None and shape == last.shape and same_addresses(args, last.addresses, self._statics):
+            code: Code | None = last.code
+            key: Any = None
+        else:
+            key = (shape, tuple([args[i].data_ptr() for i in self._statics]))
+            code = self._replays.get(key)
+            if code is not None:
+                addresses: list[int | None] = [None] * len(args)
+                for position, address in zip(self._statics, key[1], strict=True):
+                    addresses[position] = address
+                self._last = _Last(shape, addresses, code)
         if code is not None:
-            if self._overlapping(args):
+            if self._written and self._overlapping(args):
                 return self._eagerly("input_overlap", args)
             return self._replay(code, args)
         forms = self._warm.get(shape)
@@ -194,6 +205,7 @@ class Program:
         self._compiled = compiled
         self.plan = plan = compiled.plan
         self._replays: dict[Any, Code] = {}
+        self._last: _Last | None = None
         self._warm: dict[Any, Any] = {}
         self._never: str | None = None
         if self._options.capture == "off":
@@ -212,6 +224,7 @@ class Program:
             for o in plan.inputs
             if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
         ]
+        self._open = bool(self._sizes or self._symbolic)
         self._written = [positions[o] for o in plan.written_inputs]
         self._tensors = [positions[o] for o in plan.inputs if values[o].specs]
         self._slotted = [positions[slot.ordinal] for slot in plan.slots]
@@ -244,11 +257,13 @@ class Program:
             alive = program()
             if alive is not None:
                 alive._replays.pop(key, None)
+                alive._last = None
 
         self._watched = [*getattr(self, "_watched", []), *(weakref.ref(args[i], gone) for i in self._statics)]
 
     def _forget_captures(self) -> None:
         self._replays.clear()
+        self._last = None
         self._warm.clear()
         if self._device is not None:
             self._device.release()
@@ -290,6 +305,14 @@ class Program:
         code = f"\n    {node.source.code}" if node.source and node.source.code else ""
         where = f" in {node.module}" if node.module else ""
         error.add_note(f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}")
+
+
+class _Last(NamedTuple):
+    """The capture that was replayed last: most calls want it again."""
+
+    shape: Any
+    addresses: list[int | None]
+    code: Code
 
 
 def _released(*args: Any) -> Any:

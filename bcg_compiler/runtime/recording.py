@@ -48,12 +48,18 @@ def record(
                 made.update(zip(fixed.outputs, fixed.run(*(values[o] for o in fixed.inputs)), strict=True))
             values.update(made)
     results, bound = _Results(plan, dict(zip(plan.inputs, args, strict=True)), slots, made, bridges).expressions()
-    bound |= {
-        "fill_slot": memory.fill_slot,
-        "write_back": memory.write_back,
-        "fill_bridge": memory.fill_bridge,
-    }
-    return write_replay(graph, plan, Captured(replays, slots | made, bridges, results, bound), filename)
+    bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge}
+    fills = {o: _copy(f"v{o}", f"a{o}", slot) for o, slot in slots.items()}
+    written = {slot.ordinal for slot in plan.slots if slot.written}
+    write_backs = {o: _copy(f"a{o}", f"v{o}", slot) for o, slot in slots.items() if o in written}
+    captured = Captured(replays, slots | made, bridges, fills, write_backs, results, bound)
+    return write_replay(graph, plan, captured, filename)
+
+
+def _copy(target: str, source: str, form: Tensor) -> str:
+    """The statement that copies one tensor of the form of ``form`` into another."""
+    plain = form.numel() > 0 and not memory.overlaps_itself(form)
+    return f"{target}.copy_({source})" if plain else f"fill_slot({target}, {source})"
 
 
 @contextmanager
@@ -103,7 +109,7 @@ class _Results:
             elif (owner := self._owner(value)) is not None:
                 found[ordinal] = self._view(ordinal, value, *owner)
             else:
-                found[ordinal] = f"own(v{ordinal})"
+                found[ordinal] = f"v{ordinal}.clone()" if memory.clone_keeps_strides(value) else f"own(v{ordinal})"
                 if ordinal in self._made and _is_memory(value):
                     shared.setdefault(_storage(value), []).append(ordinal)
         for ordinals in shared.values():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bcg_compiler.compat.addresses import current_raw_stream
 from bcg_compiler.runtime.capture.protocol import Replay
 
 
@@ -18,6 +19,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._last_stream: torch.cuda.Stream | None = None
+        self._last_raw = -1
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
@@ -51,10 +53,12 @@ class CudaCapture:
 
     def before_replay(self) -> None:
         """Order this replay behind the last one where the caller has changed streams: both use the same memory."""
-        current = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None and current != self._last_stream:
-            current.wait_stream(self._last_stream)
-        self._last_stream = current
+        raw = current_raw_stream(self._device.index)
+        if raw != self._last_raw:
+            current = torch.cuda.current_stream(self._device)
+            if self._last_stream is not None:
+                current.wait_stream(self._last_stream)
+            self._last_stream, self._last_raw = current, raw
 
     def release(self) -> None:
         """Free graphs and pool, once nothing replays any more."""

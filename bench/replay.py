@@ -1,0 +1,187 @@
+"""Replay against its peers, side by side in one run: a chain of layers with one writing break each.
+
+    python bench/replay.py [--layers 32] [--rows 16 512 2048] [--json FILE]
+
+A layer: ``h = A(rmsnorm(x)); o = empty_like(h); break(h, o)`` writes −h into o; ``x + 0.1 · C(silu(B(o)) · o)``, all
+2048 × 2048, bf16, no bias. Each figure is the median of 40 calls after 5, each between two synchronisations. Peers that are
+not installed are left out. Needs a GPU.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bcg_compiler as bcg
+
+WIDTH = 2048
+Run = Callable[[Tensor], Tensor]
+
+
+def negate(h: Tensor, out: Tensor) -> None:
+    """The body of the break, the same for everyone."""
+    torch.neg(h, out=out)
+
+
+@torch.library.custom_op("bcgbench::negate", mutates_args=("out",), tags=(torch.Tag.cudagraph_unsafe,))
+def negate_op(h: Tensor, out: Tensor) -> None:
+    """For peers that know breaks by a tag on an op."""
+    torch.neg(h, out=out)
+
+
+bcg_negate = bcg.eager_break(mutates_args=("out",))(negate)
+
+
+class Layer(nn.Module):
+    """One layer of the chain."""
+
+    def __init__(self, break_: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(WIDTH))
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.break_ = break_
+
+    def forward(self, x: Tensor) -> Tensor:  # x [T, 2048]
+        h = self.a(F.rms_norm(x, (WIDTH,), self.norm))
+        out = torch.empty_like(h)
+        self.break_(h, out)
+        return x + 0.1 * self.c(F.silu(self.b(out)) * out)
+
+
+def chain(layers: int, break_: Callable[[Tensor, Tensor], None]) -> nn.Module:
+    """The chain, with the same weights for every break."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return nn.Sequential(*(Layer(break_) for _ in range(layers))).bfloat16().eval().requires_grad_(False)
+
+
+def eager(layers: int, x: Tensor) -> Run:
+    """PyTorch as it is."""
+    return chain(layers, negate)
+
+
+def full_graph(layers: int, x: Tensor) -> Run:
+    """One CUDA graph over everything, the break included: the bound that no breakable graph reaches."""
+    model, static = chain(layers, negate), x.clone()
+    _warm(lambda: model(static))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(static)
+
+    def run(value: Tensor) -> Tensor:
+        static.copy_(value)
+        graph.replay()
+        return out.clone()
+
+    return run
+
+
+def ours(layers: int, x: Tensor) -> Run:
+    """``torch.compile(backend="bcg")``, segments as eager operations."""
+    return torch.compile(chain(layers, bcg_negate), backend="bcg", fullgraph=True)
+
+
+def breakable_peer(layers: int, x: Tensor) -> Run:
+    """PyPI's breakable-cuda-graphs, with input and output copies as ours."""
+    from breakable_cuda_graphs import BreakableCUDAGraph, breakable_graph, no_graph
+
+    model, static = chain(layers, no_graph(negate)), x.clone()
+    _warm(lambda: model(static))
+    graph = BreakableCUDAGraph()
+    with breakable_graph(graph):
+        out = model(static)
+
+    def run(value: Tensor) -> Tensor:
+        static.copy_(value)
+        graph.replay()
+        return out.clone()
+
+    return run
+
+
+def reduce_overhead(layers: int, x: Tensor) -> Run:
+    """``torch.compile(mode="reduce-overhead")`` with the break's op tagged ``cudagraph_unsafe``."""
+    return torch.compile(chain(layers, negate_op), mode="reduce-overhead", fullgraph=True)
+
+
+VARIANTS: dict[str, Callable[[int, Tensor], Run]] = {
+    "eager": eager,
+    "full graph": full_graph,
+    "bcg, eager segments": ours,
+    "breakable-cuda-graphs": breakable_peer,
+    "reduce-overhead": reduce_overhead,
+}
+
+
+@torch.inference_mode()
+def measure(build: Callable[[int, Tensor], Run], layers: int, x: Tensor) -> dict[str, float]:
+    """Median wall time of a call and the time until the third call returned, in µs and s; largest difference to eager."""
+    started = time.perf_counter()
+    run = build(layers, x)
+    for _ in range(3):
+        result = run(x)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    wanted = chain(layers, negate)(x)
+    difference = (result.float() - wanted.float()).abs().max().item()
+    for _ in range(5):
+        run(x)
+    times = []
+    for _ in range(40):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run(x)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return {"wall_us": statistics.median(times) * 1e6, "first_calls_s": first, "difference": difference}
+
+
+def _warm(fn: Callable[[], Any]) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Measure all variants and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 512, 2048])
+    parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for rows in args.rows:
+        x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+        for name, build in VARIANTS.items():
+            if args.only and name not in args.only:
+                continue
+            torch.compiler.reset()
+            gc.collect()
+            try:
+                found.setdefault(name, {})[str(rows)] = measure(build, args.layers, x)
+            except ImportError as error:
+                print(f"{name} left out: {error}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"layers": args.layers, "gpu": torch.cuda.get_device_name(), "results": found}, file, indent=1)
+    print(f"\n{args.layers} layers, {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("| variant | " + " | ".join(f"T={rows} µs" for rows in args.rows) + " | first calls s | difference |")
+    print("|---" * (len(args.rows) + 3) + "|")
+    for name, by_rows in found.items():
+        walls = " | ".join(f"{by_rows[str(rows)]['wall_us']:.0f}" for rows in args.rows)
+        one = by_rows[str(args.rows[0])]
+        print(f"| {name} | {walls} | {one['first_calls_s']:.1f} | {one['difference']:.3g} |")
+
+
+if __name__ == "__main__":
+    main()
