@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bcg_compiler.debug import screen
-from bcg_compiler.debug.errors import model_failed, user_error
+from bcg_compiler.debug.errors import building, user_error
 from bcg_compiler.debug.explain import plan_model
 from bcg_compiler.debug.lengths import SAMPLE, read_lengths, sample_lengths
 from bcg_compiler.debug.run import compare_with_eager
@@ -33,8 +33,8 @@ app = typer.Typer(
     help='The tools of bcg_compiler, a backend of torch.compile: torch.compile(model, backend="bcg").',
 )
 
-#: How many of the bundled lengths are run where ``--calls`` is not given: about a minute for the demo on two cores.
-DEFAULT_CALLS = 40
+#: How many of the bundled lengths are run where ``--calls`` is not given: under a minute for glm5 on two free cores.
+DEFAULT_CALLS = 24
 
 
 class Dtype(enum.StrEnum):
@@ -72,7 +72,7 @@ ConfigPairs = Annotated[
 ]
 
 
-@app.command()
+@app.command(short_help="Run MODEL compiled, and compare it with eager.")
 def run(
     model: Model,
     device: Device = "cpu",
@@ -101,21 +101,19 @@ def run(
     with _quiet(), _errors_in_words():
         options = _options(option)
         where = _device(device)
-        available = sample_lengths() if lengths is None else read_lengths(lengths)
-        wanted = calls or (DEFAULT_CALLS if lengths is None else len(available))
-        prompts = [available[i % len(available)] for i in range(wanted)]
-        with _build_errors(model):
+        prompts, source = _prompts(lengths, calls)
+        _look_here(model)
+        with building(model):
             built = zoo.build(
                 model, layers=layers, device=where, dtype=getattr(torch, dtype), seed=seed, config=_pairs(config)
             )
         out = screen.console()
-        source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
         header = screen.header(
             model=f"{built.label}, {dtype} on {where}",
             compiled=f'torch.compile(model, backend="bcg"{f", options={options}" if options else ""}), called under '
             "torch.inference_mode()",
-            prompts=f"{len(prompts)} of the {len(available)} lengths of {source}: {min(prompts)} to {max(prompts)} "
-            f"tokens, {len(set(prompts))} different, random tokens (seed {seed})",
+            prompts=f"{source}: {min(prompts)} to {max(prompts)} tokens, {len(set(prompts))} different lengths, random "
+            f"tokens (seed {seed})",
         )
         out.print(header, "")
         with _progress() as show:
@@ -124,7 +122,7 @@ def run(
     raise typer.Exit(0 if report.equal else 1)
 
 
-@app.command()
+@app.command(short_help="Print what MODEL compiles to, and why.")
 def explain(
     model: Model,
     device: Device = "cpu",
@@ -142,16 +140,16 @@ def explain(
             raise typer.BadParameter("--json and --text exclude each other.")
         options = _options(option)
         where = _device(device)
-        with _build_errors(model):
-            found = plan_model(
-                model,
-                layers=layers,
-                length=length,
-                device=where,
-                dtype=getattr(torch, dtype),
-                config=_pairs(config),
-                options=options,
-            )
+        _look_here(model)
+        found = plan_model(
+            model,
+            layers=layers,
+            length=length,
+            device=where,
+            dtype=getattr(torch, dtype),
+            config=_pairs(config),
+            options=options,
+        )
         out = screen.console()
         if as_json or as_text:
             print(found.json() if as_json else found.text(), end="\n" if as_json else "")
@@ -167,6 +165,16 @@ def explain(
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def _prompts(file: Path | None, calls: int | None) -> tuple[list[int], str]:
+    """The lengths to run, and a word on what they are. More calls than lengths begin again with the first length."""
+    lengths = sample_lengths() if file is None else read_lengths(file)
+    source = f"the bundled sample ({SAMPLE})" if file is None else str(file)
+    calls = calls or (DEFAULT_CALLS if file is None else len(lengths))
+    which = f"the first {calls} of {len(lengths)}" if calls < len(lengths) else f"all {len(lengths)}"
+    again = f", again up to {calls} calls" if calls > len(lengths) else ""
+    return [lengths[i % len(lengths)] for i in range(calls)], f"{which} lengths of {source}{again}"
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:
@@ -191,6 +199,12 @@ def _pairs(given: list[str] | None) -> dict[str, Any]:
     return pairs
 
 
+def _look_here(model: str) -> None:
+    """A factory is looked for where the user is."""
+    if ":" in model and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 def _device(name: str) -> torch.device:
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
@@ -207,7 +221,8 @@ def _device(name: str) -> torch.device:
 @contextmanager
 def _progress() -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen.console(stderr=True), transient=True) as progress:
+    console = screen.console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("calls compared with eager", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -228,20 +243,6 @@ def _errors_in_words() -> Iterator[None]:
             _fail(str(users), 2)
         traceback.print_exc()
         _fail("The compiled model raised where eager did not. This is a fault of bcg_compiler, or of torch.", 1)
-
-
-@contextmanager
-def _build_errors(model: str) -> Iterator[None]:
-    """What building a model raises is about the model or the arguments."""
-    # A factory is looked for where the user is.
-    if ":" in model and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    except (BcgError, zoo.ModelNotFound, ImportError, typer.BadParameter):
-        raise
-    except Exception as error:
-        raise model_failed(error, f"Cannot build the model {model!r}") from error
 
 
 def _fail(message: str, code: int) -> None:

@@ -140,6 +140,9 @@ _ZOO: dict[str, dict[str, Any]] = {
 _LAYER_COUNTS = {"num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "n_layer"}
 _LAYER_LISTS = {"layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "no_rope_layers"}
 
+# What every configuration takes beside its fields.
+_KEYWORDS = {"attn_implementation", "experts_implementation", "rope_theta"}
+
 
 class ModelNotFound(ValueError):
     """A model's name is no zoo name, no folder with a ``config.json`` and no ``package.module:factory``."""
@@ -192,7 +195,8 @@ def build(
         ModelNotFound: nothing is called ``name``; the message has the nearest names. Also if a folder's ``model_type``
             is unknown to the transformers installed.
         ImportError: a zoo name or a folder, and transformers is not installed.
-        ValueError: ``layers`` or ``config`` for a factory, or a model whose inputs are unknown.
+        ValueError: ``layers`` or ``config`` for a factory, a field that the configuration does not have, or a model
+            whose inputs are unknown.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -213,6 +217,8 @@ def build(
                 f"no model {name!r}{_nearest(name, _ZOO)}; give a zoo name ({', '.join(names())}), a folder with a "
                 "config.json, or package.module:factory"
             )
+    if config:
+        _check_fields(type(model.config), config)
     model = model.to(device).eval()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     label = f"{name}: {type(model).__name__}, {parameters:,} parameters"
@@ -263,6 +269,14 @@ def _build_transformers(
     else:
         model = auto.from_pretrained(weights, config=config, dtype=dtype)
     return model, _prefill_inputs(model)
+
+
+def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:
+    """A configuration takes any keyword, so a misspelt field would silently change nothing."""
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map) | _KEYWORDS
+    for key in overrides:
+        if key not in known and not hasattr(config_class, key):
+            raise ValueError(f"{config_class.__name__} has no field {key!r}{_nearest(key, known)}")
 
 
 def _layer_fields(fields: dict[str, Any], config_class: type, layers: int) -> dict[str, Any]:

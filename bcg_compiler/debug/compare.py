@@ -104,7 +104,7 @@ def tensor_difference(got: torch.Tensor, expected: torch.Tensor, where: str = ""
     count = int(differs.sum())
     if count == 0:
         return None
-    gap = (one[differs].double() - other[differs].double()).abs().nan_to_num(nan=math.inf)
+    gap = (one[differs].double() - other[differs].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return Difference(where, f"{count:,} of {len(one):,} numbers differ", float(gap.max()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bcg_compiler.compat.dynamo_log import Uncompiled, dynamo_log
-from bcg_compiler.debug.errors import user_error
+from bcg_compiler.debug.errors import building, call_eager, user_error
 from bcg_compiler.debug.fakes import Faker, build_on_meta
 from bcg_compiler.models.zoo import ZooModel, build
 from bcg_compiler.options import Options
@@ -61,11 +61,12 @@ def plan_model(
     the model is built for real, if it is not too large, and ``note`` says so.
 
     Drops all compiled code of this process first (``bcg_compiler.reset``). Raises ``OptionError`` and ``RuleError``,
-    ``ModelNotFound`` and what else ``zoo.build`` raises.
+    ``ModelNotFound``, and ``ModelFailed`` if the model cannot be built or called.
     """
     Options.parse(options)
     given: dict[str, Any] = dict(layers=layers, dtype=dtype, config=config)
-    built = build_on_meta(name, **given)
+    with building(name):
+        built = build_on_meta(name, **given)
     size = sum(parameter.nbytes for parameter in built.model.parameters())
     faker = Faker(device)
     built = ZooModel(faker.model(built.model), built.make_inputs, built.label)
@@ -73,16 +74,19 @@ def plan_model(
     found, error = _compile(built, inputs, options, faker)
     if error is None:
         return found
-    why = f"The model reads data between its graphs, which fakes do not have ({_first_line(error)})"
+    why = f"The model could not be followed without data ({_first_line(error)})"
     if size > LARGEST_REAL_MODEL:
         if not found.plans:
             raise error
         return replace(found, note=f"{why}. The graphs up to there are shown; what comes after them is not known.")
-    built = build(name, device=device, **given)
-    found, error = _compile(built, built.make_inputs(length, torch.Generator().manual_seed(0)), options)
+    with building(name):
+        built = build(name, device=device, **given)
+    inputs = built.make_inputs(length, torch.Generator().manual_seed(0))
+    found, error = _compile(built, inputs, options)
     if error is not None:
+        call_eager(built.model, inputs, length)
         raise error
-    return replace(found, note=f"{why}, so it was run once on real weights.")
+    return replace(found, note=f"{why}, so it was built and run once.")
 
 
 def _compile(

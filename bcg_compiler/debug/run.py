@@ -12,7 +12,7 @@ import torch
 
 from bcg_compiler.compat.dynamo_log import Uncompiled, dynamo_log
 from bcg_compiler.debug.compare import Comparison, Difference, compare
-from bcg_compiler.debug.errors import model_failed, user_error
+from bcg_compiler.debug.errors import call_eager, model_failed, user_error
 from bcg_compiler.models.zoo import ZooModel
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
@@ -20,7 +20,7 @@ from bcg_compiler.runtime import counters, programs_of
 
 #: How many of the lengths are timed, and how often each: after one more call that is not timed, as a program may still
 #: be preparing itself at the second call of a shape.
-TIMED_LENGTHS = 8
+TIMED_LENGTHS = 4
 TIMED_CALLS = 3
 
 
@@ -43,12 +43,17 @@ class Ran:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call, over ``calls`` calls each of ``lengths``; eager and compiled took turns."""
+    """Seconds of the calls that were timed, compiled and eager in pairs, at some of the lengths."""
 
-    compiled: float
-    eager: float
-    calls: int
+    compiled: tuple[float, ...]
+    eager: tuple[float, ...]
     lengths: tuple[int, ...]
+
+    def speed(self) -> tuple[float, float, float]:
+        """How many times as fast as eager: the lower quartile of the pairs, the median, the upper quartile."""
+        ratios = [eager / compiled for compiled, eager in zip(self.compiled, self.eager, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, middle, high
 
 
 @dataclass(frozen=True)
@@ -153,14 +158,20 @@ class _Run:
         seed = self.seed + self.calls
         inputs = self.built.make_inputs(length, torch.Generator().manual_seed(seed))
         given = copy.deepcopy(inputs)
-        if eager_first:
-            expected, eager_seconds = self.eager(given, seed, length)
+
+        def eager() -> tuple[Any, float]:
+            return _timed(lambda: call_eager(self.reference, given, length), seed)
+
+        def compiled() -> tuple[Any, float]:
+            return _timed(lambda: self.call_compiled(inputs), seed)
+
         graphs = counters.graphs
-        got, seconds = self.compiled_call(inputs, seed)
+        if eager_first:
+            (expected, eager_seconds), (got, seconds) = eager(), compiled()
+        else:
+            (got, seconds), (expected, eager_seconds) = compiled(), eager()
         if counters.graphs > graphs:
             self.compiling.append(seconds)
-        if not eager_first:
-            expected, eager_seconds = self.eager(given, seed, length)
         results = compare(got, expected)
         written = compare(inputs, given, "inputs")  # a model may write into what it is given
         differences = (*results.differences, *written.differences)
@@ -171,29 +182,23 @@ class _Run:
         self.progress(self.calls, self.total)
         return seconds, eager_seconds
 
-    def compiled_call(self, inputs: dict[str, Any], seed: int) -> tuple[Any, float]:
+    def call_compiled(self, inputs: dict[str, Any]) -> Any:
         try:
-            return self.timed(self.compiled, inputs, seed)
+            with torch.inference_mode():
+                return self.compiled(**inputs)
         except Exception as error:
             if (users := user_error(error)) is not None:
                 raise users from None
             raise
 
-    def eager(self, inputs: dict[str, Any], seed: int, length: int) -> tuple[Any, float]:
-        try:
-            return self.timed(self.reference, inputs, seed)
-        except Exception as error:
-            doing = f"The model itself fails at length {length}, without being compiled"
-            raise (user_error(error) or model_failed(error, doing)) from error
 
-    def timed(self, model: Any, inputs: dict[str, Any], seed: int) -> tuple[Any, float]:
-        torch.manual_seed(seed)
-        _wait()
-        start = time.perf_counter()
-        with torch.inference_mode():
-            result = model(**inputs)
-        _wait()
-        return result, time.perf_counter() - start
+def _timed(call: Callable[[], Any], seed: int) -> tuple[Any, float]:
+    torch.manual_seed(seed)
+    _wait()
+    start = time.perf_counter()
+    result = call()
+    _wait()
+    return result, time.perf_counter() - start
 
 
 def _wait() -> None:
@@ -216,4 +221,4 @@ def _timing(seconds: list[tuple[float, float]], lengths: Sequence[int]) -> Timin
     if not seconds:
         return None
     compiled, eager = zip(*seconds, strict=True)
-    return Timing(statistics.median(compiled), statistics.median(eager), TIMED_CALLS, tuple(lengths))
+    return Timing(compiled, eager, tuple(lengths))

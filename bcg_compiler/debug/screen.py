@@ -3,9 +3,10 @@
 import os
 import re
 import site
+import statistics
 import sysconfig
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,8 +24,11 @@ from bcg_compiler.plan import Plan, Step, StepReason
 #: A pattern of steps that comes at least this often in a row is shown once.
 FOLD_FROM = 3
 
-#: How many mismatches are listed.
+#: How many are listed: mismatches, lines of code for one sentence, operations of one break, inputs of one graph.
 MOST_MISMATCHES = 10
+MOST_LINES = 6
+MOST_OPS = 5
+MOST_INPUTS = 5
 
 
 class Block(NamedTuple):
@@ -107,7 +111,7 @@ def _row(same: Sequence[Step]) -> tuple[str, ...]:
     number = f"{step.index}" + (" …" if len(same) > 1 else "")
     where = common_text([_span(step) for step in same])
     if step.kind == "break":
-        codes = ", ".join(dict.fromkeys(reason.code for reason in step.reasons))
+        codes = ", ".join(dict.fromkeys(reason.code for reason in step.reasons)) or "no kernel"
         where = f"{codes}: {_ops(step)} in {where}"
     return (number, step.kind, str(len(step.nodes)), str(step.kernels), step.unit, where)
 
@@ -126,7 +130,11 @@ def _span(step: Step) -> str:
 def _ops(step: Step) -> str:
     """The operations that are why the step is a break."""
     names = dict.fromkeys(r.op for r in step.reasons if r.code != "small_segment") or {n.op: None for n in step.nodes}
-    return ", ".join(names)
+    return ", ".join(_some(list(names), MOST_OPS))
+
+
+def _some(names: list[str], most: int) -> list[str]:
+    return names if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
 
 
 def plan_summary(plan: Plan) -> str:
@@ -144,7 +152,7 @@ def plan_inputs(plan: Plan) -> str:
     given = [values[ordinal] for ordinal in plan.inputs]
     tensors = [str(spec) for value in given if value.kind == "input" for spec in value.specs]
     held = sum(value.kind == "static" for value in given)
-    return ", ".join([*tensors[:4], *(["…"] if len(tensors) > 4 else []), f"{held} parameters and buffers"])
+    return ", ".join([*_some(tensors, MOST_INPUTS), f"{count(held, 'tensor')} of the model"])
 
 
 def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
@@ -153,24 +161,30 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
     ``runs`` says of each graph how it ran.
     """
     parts: list[RenderableType] = []
-    numbered = list(enumerate(plans))
-    shown: dict[Hashable, list[int]] = {}
-    for number, plan in numbered:
-        shown.setdefault(_look(plan), []).append(number)
-    for numbers in shown.values():
+    for numbers in _alike(plans):
         for number in numbers:
             plan = plans[number]
             title = Text(f"Graph {number + 1} of {len(plans)}: ", style="bold")
             title.append(plan_summary(plan) if plan else "runs unsplit")
             parts.append(title)
             about = ([f"inputs: {plan_inputs(plan)}"] if plan else []) + list(runs[number : number + 1])
-            parts.append(Text("  " + "; ".join(about), style="dim"))
+            parts.append(_indented(2, Text("; ".join(about), style="dim")))
         last = plans[numbers[-1]]
-        if last is not None:
+        if last is None or not last.steps:
+            parts.append(Text())
+        else:
             if len(numbers) > 1:
-                parts.append(Text(f"  The same steps in all of them; those of graph {numbers[-1] + 1}:", style="dim"))
+                parts.append(Text(f"  Their steps are the same; those of graph {numbers[-1] + 1}:", style="dim"))
             parts.append(Padding(steps_table(last), (0, 0, 1, 2), expand=False))
     return Group(*parts)
+
+
+def _alike(plans: Sequence[Plan | None]) -> list[list[int]]:
+    """The numbers of plans that look alike, together."""
+    found: dict[Hashable, list[int]] = {}
+    for number, plan in enumerate(plans):
+        found.setdefault(_look(plan), []).append(number)
+    return list(found.values())
 
 
 def _look(plan: Plan | None) -> Hashable:
@@ -179,9 +193,13 @@ def _look(plan: Plan | None) -> Hashable:
     return tuple((step.kind, _span(step), _ops(step) if step.kind == "break" else "") for step in plan.steps)
 
 
-def breaks_view(plans: Iterable[Plan | None]) -> Group:
-    """Why there are breaks: by reason code, with the user's lines and what would remove them."""
-    reasons = [reason for plan in plans if plan for step in plan.breaks for reason in step.reasons]
+def breaks_view(plans: Sequence[Plan | None]) -> Group:
+    """Why there are breaks: by reason code, with the user's lines and what would remove them.
+
+    Of graphs that look alike, as ``plans_view`` shows them, one is counted.
+    """
+    shown = (plans[numbers[-1]] for numbers in _alike(plans))
+    reasons = [reason for plan in shown if plan for step in plan.breaks for reason in step.reasons]
     parts: list[RenderableType] = []
     by_code = sorted(reasons, key=lambda r: r.code)
     for code, group in groupby(by_code, key=lambda r: r.code):
@@ -203,12 +221,14 @@ def _reason_lines(reasons: list[StepReason]) -> Iterator[RenderableType]:
         for reason in reasons:
             if reason.text == text:
                 places.setdefault(reason.source, []).append(reason.module)
-        for source, modules in places.items():
+        for source, modules in list(places.items())[:MOST_LINES]:
             where = common_text(list(dict.fromkeys(modules))) or "the model itself"
             line = f"{short_path(source.file)}:{source.line}" if source else "unknown line"
             yield _indented(4, Text(f"{line}, in {where}", style="cyan"))
             if source and source.code:
                 yield _indented(6, Text(source.code, style="dim"))
+        if (rest := len(places) - MOST_LINES) > 0:
+            yield _indented(4, Text(f"and {count(rest, 'line')} more", style="cyan"))
 
 
 # -- Dynamo -----------------------------------------------------------------------------------------------------
@@ -277,15 +297,15 @@ def _times(report: RunReport) -> Iterator[RenderableType]:
         yield Text(f"Compiling took {spent}, in {count(len(report.compiling), 'call')} of {report.calls}.")
     if report.timing:
         timing = report.timing
-        ratio = timing.eager / timing.compiled
+        low, middle, high = timing.speed()
         yield Text(
-            f"Time of one call: {_milliseconds(timing.compiled)} compiled, {_milliseconds(timing.eager)} eager: "
-            f"{ratio:.2f} times eager's speed."
+            f"Time of one call: {_milliseconds(timing.compiled)} compiled, {_milliseconds(timing.eager)} eager. "
+            f"That is {middle:.2f} times eager's speed (half of the pairs: {low:.2f} to {high:.2f})."
         )
         lengths = ", ".join(map(str, timing.lengths))
         how = (
-            f"Medians over {timing.calls} calls at each of {count(len(timing.lengths), 'length')} ({lengths} tokens), "
-            "compiled and eager in turn. The first two calls of each length are not counted."
+            f"Medians over {count(len(timing.compiled), 'pair')} of calls, compiled and eager in turn, at lengths "
+            f"{lengths}. The first two calls of each length are not counted."
         )
         yield _indented(2, Text(how, style="dim"))
 
@@ -300,12 +320,15 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
     for left in report.state.differences[:MOST_MISMATCHES]:
         yield Text(f"  after all calls {left.where} {left.what}, by {_gap(left.largest)}")
     if report.equal:
+        tensors = (
+            f"{count(report.tensors, 'result tensor')}, {count(report.state.tensors, 'tensor')} of the model afterwards"
+        )
         yield Text(
-            f"EQUAL  {report.calls} of {count(report.calls, 'call')}, bit for bit: "
-            f"{count(report.tensors, 'result tensor')} and the {count(report.state.tensors, 'tensor')} of the model "
-            "after all calls. Largest difference: 0.",
+            f"EQUAL  {report.calls} of {count(report.calls, 'call')}, bit for bit ({tensors}). Largest difference: 0.",
             style="bold green",
         )
+        if report.uncompiled:
+            yield Text("But part of the model was not compiled by Dynamo, see above.", style="bold red")
         return
     state = "" if report.state.equal else ", and the calls left other tensors in the model"
     yield Text(
@@ -320,8 +343,9 @@ def _gap(largest: float) -> str:
     return f"{largest:.3g}" if largest != float("inf") else "no number (NaN, or not comparable)"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds * 1e3:.0f} ms"
+def _milliseconds(seconds: Sequence[float]) -> str:
+    median = statistics.median(seconds) * 1e3
+    return f"{median:.3g} ms" if median < 1000 else f"{median:.0f} ms"
 
 
 def _indented(columns: int, text: Text) -> Padding:

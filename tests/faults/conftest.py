@@ -22,14 +22,14 @@ import bcg_compiler as bcg
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-#: The ways to run that every fault must stay away from. One kernel is a segment here, so that small tests have segments.
-WAYS = {"off": {"capture": "off", "min_segment_kernels": 1}, "emulated": {"min_segment_kernels": 1}}
+#: The ways to run that every fault must stay away from. One kernel makes a segment, so that small tests have segments.
+WAYS = {"off": {"capture": "off", "min_segment_kernels": 1}}
 
 #: The names of the break bodies that ran, in order.
 _bodies: list[str] = []
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _no_profile() -> Iterator[None]:
     """Dynamo times the guards of everything it compiles, with cold caches: a third of the time of these tests."""
     with pytest.MonkeyPatch.context() as patch:
@@ -121,10 +121,7 @@ class Call:
 
 def _make(made: Any) -> Call:
     """A call of its own from a tuple, a ``Call`` or a function that makes one."""
-    if callable(made):
-        made = made()
-    else:
-        made = copy.deepcopy(made)  # tensors over one storage stay so
+    made = made() if callable(made) else copy.deepcopy(made)  # tensors over one storage stay so
     return made if isinstance(made, Call) else Call(made)
 
 
@@ -294,7 +291,7 @@ def _same(got: Any, want: Any, what: str) -> None:
     elif dataclasses.is_dataclass(want):
         _same(vars(got), vars(want), what)
     elif isinstance(want, float):
-        same = math.isnan(got) and math.isnan(want) or struct.pack("d", got) == struct.pack("d", want)
+        same = (math.isnan(got) and math.isnan(want)) or struct.pack("d", got) == struct.pack("d", want)
         assert same, f"{what}: {got} instead of {want}"
     elif not isinstance(want, nn.Module):
         assert got == want, f"{what}: {got} instead of {want}"

@@ -1,5 +1,6 @@
 """What a break returns, and what the caller keeps: fresh tensors, lists, items, results of earlier calls."""
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,21 @@ def test_results_of_any_dtype_cross_a_break(check: Any, breaks: SimpleNamespace,
         return h, h.clone().roll(1, 0)
 
     check(program, [((rand(4, 6) * 9).to(dtype),) for _ in range(2)])
+
+
+@bcg.eager_break(fake=lambda x: torch.empty_like(x))
+def turned(x: Tensor) -> Tensor:
+    return (x.t() * 2).t()
+
+
+def test_strides_of_a_result_are_those_that_the_break_gave_it(check: Any, rand: Any) -> None:
+    """A result was taken to lie in memory as its fake does (pytorch/torchdynamo#601)."""
+
+    def program(x: Tensor) -> Any:
+        h = turned(x.sin())
+        return h, h.cos(), turned(h), h.reshape(-1), h.sum(0), h + x
+
+    check(program, [(rand(3, 4),) for _ in range(2)])
 
 
 class _Workspace:
@@ -172,7 +188,7 @@ def test_results_and_attributes_kept_from_earlier_calls_stay(check: Any, breaks:
 def test_caller_may_write_into_a_result(
     compile_pair: Any, breaks: SimpleNamespace, rand: Any, program: Program
 ) -> None:
-    """The static buffer itself was handed out: writing into a result leaked into later calls (pytorch/pytorch#144386)."""
+    """The static buffer was handed out: writing into a result leaked into later calls (pytorch/pytorch#144386)."""
     pair = compile_pair(lambda x: program(breaks, x))
     for _ in range(3):
         pair.write_results((rand(3, 4),))
@@ -183,7 +199,7 @@ def test_caller_may_write_into_a_result(
 def test_result_may_be_the_next_call_s_argument(
     compile_pair: Any, breaks: SimpleNamespace, rand: Any, kept: bool
 ) -> None:
-    """A recurrent state goes in where it came out; the slot and the result must not be one buffer (pytorch/pytorch#158551)."""
+    """A recurrent state goes in where it came out: slot and result must not be one buffer (pytorch/pytorch#158551)."""
 
     def program(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         breaks.fold_(state, x.clone())
@@ -200,6 +216,62 @@ def test_result_may_be_the_next_call_s_argument(
         assert torch.equal(*states)
     for want, got in zip(history[::2], history[1::2], strict=True):
         assert all(map(torch.equal, want, got))
+
+
+_watched: list[Any] = []
+_alive: list[int] = []
+
+
+@bcg.eager_break
+def watch(x: Tensor) -> None:
+    _watched.append(weakref.ref(x))
+
+
+@bcg.eager_break(fake=lambda x: torch.empty_like(x))
+def count_alive(x: Tensor) -> Tensor:
+    _alive.append(sum(reference() is not None for reference in _watched))
+    return x + 1
+
+
+def _within_a_segment(x: Tensor) -> Tensor:
+    x = x + 1
+    watch(x)
+    x = x * 2
+    return count_alive((x.sin() + 1).cos())
+
+
+def _across_segments(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x.sin()
+        watch(x)
+    x = x.cos()
+    return count_alive(x).sin()
+
+
+def _results_of_breaks(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = count_alive(x)
+        watch(x)
+    return count_alive(x.cos())
+
+
+@pytest.mark.parametrize(
+    "body", [_within_a_segment, _across_segments, _results_of_breaks], ids=lambda f: f.__name__[1:]
+)
+def test_values_that_nobody_reads_any_more_are_freed(rand: Any, way: dict[str, Any], body: Any) -> None:
+    """Values were held until the end of the program: it took far more memory than eager (pytorch/pytorch#158551)."""
+    if way["capture"] != "off":
+        pytest.skip("memory that is captured is not freed within a call")
+    seen = []
+    for fn in (body, torch.compile(body, backend="bcg", fullgraph=True, options=way)):
+        for _ in range(2):
+            _watched.clear()
+            _alive.clear()
+            fn(rand(4))
+            seen.append(list(_alive))
+    for eager, compiled in zip(seen[:2], seen[2:], strict=True):
+        assert len(eager) == len(compiled)
+        assert all(now <= then for now, then in zip(compiled, eager, strict=True)), (eager, compiled)
 
 
 # -- breaks with several results --------------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 
 class _Counting(nn.Module):
+    steps: Tensor
+    broken: Tensor
+    average: Tensor
+
     def __init__(self, breaks: SimpleNamespace) -> None:
         super().__init__()
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -85,6 +89,8 @@ def test_break_bodies_run_once_and_in_order(
 class _Meter(nn.Module):
     """Counts in Python and in its own buffer, from within a break: neither is an argument."""
 
+    cache: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("cache", torch.zeros(8))
@@ -148,7 +154,7 @@ def test_compiling_changes_nothing(compile_pair: Any, breaks: SimpleNamespace, r
     pair = compile_pair(module)
     pair.compiled(rand(4, 8))
     assert bodies == ["scale_", "scale_"]
-    assert (int(module.steps), int(module.norm.num_batches_tracked)) == (1, 1)
+    assert module.steps == 1 and module.norm.num_batches_tracked == 1
 
 
 # -- caches -----------------------------------------------------------------------------------------------------------
@@ -180,6 +186,8 @@ def _masked(cache: Tensor, slots: Tensor, k: Tensor) -> None:
 
 
 class _Paged(nn.Module):
+    cache: Tensor
+
     def __init__(self, breaks: SimpleNamespace, write: Callable[..., None], by_break: bool) -> None:
         super().__init__()
         self.k = nn.Linear(8, 8)
@@ -214,6 +222,9 @@ def test_cache_position_advances_with_each_call(check: Any, breaks: SimpleNamesp
     """A position that the model counts itself, as static key-value caches do (vllm-project/vllm#13418)."""
 
     class Cached(nn.Module):
+        keys: Tensor
+        length: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("keys", torch.zeros(16, 4))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,10 @@ ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 class _Loud(nn.Module):
     """Its break refuses slots beyond the cache, its embedding ids beyond the table."""
+
+    cache: Tensor
+    steps: Tensor
+    done: Tensor
 
     def __init__(self, breaks: SimpleNamespace) -> None:
         super().__init__()
@@ -114,6 +118,31 @@ def test_error_while_tracing_shows_its_cause(
         pair(rand(3, 4), good)
 
 
+def _checked_number(b: SimpleNamespace, x: Tensor) -> Any:
+    count = (b.wall(x) > 0).sum().item()
+    torch._check(count <= 2, lambda: "too many are positive")
+    return b.wall(x.sin()) * count
+
+
+def _checked_data(b: SimpleNamespace, x: Tensor) -> Any:
+    h = b.wall(x)
+    torch._assert_async(h.sum() < 3, "too many are positive")
+    return b.wall(h.sin()).cos()
+
+
+@pytest.mark.parametrize("body", [_checked_number, _checked_data], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize("breaks", ["custom_op", "eager_break"], indirect=True)
+def test_check_of_the_data_fails_in_the_call_that_it_is_for(
+    compile_pair: Any, breaks: SimpleNamespace, body: Callable[..., Any]
+) -> None:
+    """A check has no result that anyone reads: it must neither vanish nor be frozen (pytorch/pytorch#175425)."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        pair = compile_pair(lambda x: body(breaks, x))
+        for _ in range(2):
+            pair(torch.tensor([1.0, 1.0, 0.0]))
+            pair.fails((torch.tensor([1.0, 1.0, 1.0]),), RuntimeError, "too many are positive")
+
+
 class _Custom(Exception):
     """An exception that cannot be made from a text alone."""
 
@@ -130,7 +159,7 @@ def _raise(kind: str) -> None:
         raise _Custom(7, where="here")
     if kind == "chained":
         try:
-            {}["missing"]
+            dict[str, int]()["missing"]
         except KeyError as error:
             raise ValueError("outer") from error
     if kind == "one_object":
@@ -245,7 +274,7 @@ def returns_number(x: Tensor) -> Any:
         (fake_fails, "list index out of range"),
         (returns_unasked, "fake="),
         (returns_number, "return it as a tensor"),
-        (lambda x: may_raise(x, object()), "live object of type object"),
+        (lambda x: may_raise(x, cast(Any, object())), "live object of type object"),
     ],
     ids=["writes_unasked", "fake_fails", "returns_unasked", "returns_number", "live_object"],
 )
@@ -271,6 +300,8 @@ def test_error_under_grad_mode_names_its_place(compile_pair: Any, breaks: Simple
 
 
 class _Counts(nn.Module):
+    done: Tensor
+
     def __init__(self, breaks: SimpleNamespace, before: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 8)

@@ -93,7 +93,7 @@ def test_values_of_the_host_are_those_of_this_call(check: Any, breaks: SimpleNam
 def test_scalars_of_other_dtypes_promote_as_in_eager(
     check: Any, breaks: SimpleNamespace, rand: Any, dtype: torch.dtype
 ) -> None:
-    """A 0-dim tensor does not promote as one with dimensions does; a slot for it must stay 0-dim (pytorch/pytorch#130712)."""
+    """A 0-dim tensor does not promote as others do: a slot for it must stay 0-dim (pytorch/pytorch#130712)."""
 
     def program(x: Tensor, scalar: Tensor) -> Any:
         return breaks.wall(x * scalar) + scalar, scalar * 2, scalar.view(1) * x

@@ -56,8 +56,8 @@ WRITABLE = ("contiguous", "offset", "columns", "rows", "transposed")
 def test_write_into_a_window_leaves_the_memory_around_it(
     check: Any, breaks: SimpleNamespace, rand: Any, layout: str
 ) -> None:
-    """Writing back a whole buffer destroyed what lay between the elements of a window (pytorch/torchdynamo#601). ``Pair``
-    compares the memory around every argument.
+    """Writing back a whole buffer destroyed what lay between the elements of a window (pytorch/torchdynamo#601).
+    ``Pair`` compares the memory around every argument.
     """
     home = rand(192)
 

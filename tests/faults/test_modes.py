@@ -174,6 +174,8 @@ def test_mode_that_the_function_leaves_on_stays_on(
 
 
 class _Trained(nn.Module):
+    steps: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import bcg_compiler as bcg
-
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
-UNSEEN_OVERLAP = pytest.mark.xfail(
-    raises=AssertionError, reason="an argument over the memory of a buffer that a break writes is not ordered after it"
-)
 
 
 def cases(name: str, named: dict[str, Any]) -> Any:
@@ -179,7 +174,7 @@ def _accumulated_over_breaks(b: SimpleNamespace, x: Tensor, acc: Tensor, bank: T
 def test_each_read_sees_the_writes_before_it_and_none_after(
     check: Any, breaks: SimpleNamespace, rand: Any, body: Callable[..., Any]
 ) -> None:
-    """A piece was ordered by its data only, so that a write was seen too early, too late, or not (pytorch/pytorch#163129)."""
+    """Pieces were ordered by their data only: a write was seen too early, too late, or not (pytorch/pytorch#163129)."""
     check(lambda x, acc, bank: body(breaks, x, acc, bank), [(rand(4, 6), rand(4, 6), rand(3, 4, 6)) for _ in range(2)])
 
 
@@ -245,7 +240,7 @@ def test_write_between_breaks_stays_between_them(
 def test_shape_changed_in_place_is_seen_by_what_comes_after(
     check: Any, breaks: SimpleNamespace, rand: Any, reshape: Callable[[Tensor], Any]
 ) -> None:
-    """The value that a trace leaves is its last state; earlier readers took that for theirs (pytorch/pytorch#163129)."""
+    """A trace leaves each value in its last state; earlier readers took that for theirs (pytorch/pytorch#163129)."""
 
     def program(x: Tensor) -> Any:
         t = x * 2
@@ -254,224 +249,3 @@ def test_shape_changed_in_place_is_seen_by_what_comes_after(
         return before, breaks.wall(t).cos(), t
 
     check(program, [(rand(4, 6),) for _ in range(2)])
-
-
-# -- arguments that share memory --------------------------------------------------------------------------------------
-
-
-def _separate(home: Tensor) -> tuple[Tensor, Tensor]:
-    return home[:4].clone(), home[4:8].clone()
-
-
-def _overlapping(home: Tensor) -> tuple[Tensor, Tensor]:
-    return home[:4], home[2:6]
-
-
-def _same_memory(home: Tensor) -> tuple[Tensor, Tensor]:
-    return home[:4], home[:4]
-
-
-def _reversed_overlap(home: Tensor) -> tuple[Tensor, Tensor]:
-    return home[2:6], home[:4]
-
-
-def _one_tensor(home: Tensor) -> tuple[Tensor, Tensor]:
-    part = home[:4]
-    return part, part
-
-
-def _write_first(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
-    b.scale_(x)
-    read = y.sin()
-    h = b.wall(read)
-    return h + read, y * 2
-
-
-def _write_in_a_segment(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
-    h = b.wall(y)
-    x.add_(1)
-    read = y.sin()
-    return b.wall(read) + h
-
-
-def _write_last(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
-    h = b.wall(x)
-    read = y.sin()
-    b.scale_(x)
-    return read + h, y + 0
-
-
-@pytest.mark.parametrize("body", [_write_first, _write_in_a_segment, _write_last], ids=lambda f: f.__name__[1:])
-@pytest.mark.parametrize(
-    "orders",
-    [
-        (_separate, _overlapping, _separate, _same_memory),
-        (_overlapping, _reversed_overlap, _separate),
-        (_separate, _one_tensor, _overlapping),
-    ],
-    ids=["separate_first", "overlapping_first", "one_tensor"],
-)
-def test_arguments_may_overlap_in_one_call_and_not_in_another(
-    check: Any, breaks: SimpleNamespace, rand: Any, body: Callable[..., Any], orders: Any
-) -> None:
-    """No guard tells overlapping arguments from separate ones: compiled for separate ones, the program is called with
-    overlapping ones (pytorch/pytorch#131192).
-    """
-    home = rand(8, 6)
-    check(lambda x, y: body(breaks, x, y), [lambda order=order: order(home.clone()) for order in orders])
-
-
-class _Cache(torch.nn.Module):
-    def __init__(self, breaks: SimpleNamespace, program: Callable[..., Any]) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.arange(24.0).view(6, 4))
-        self.breaks, self.program = breaks, program
-
-    def forward(self, x: Tensor) -> Any:
-        return self.program(self.breaks, self.cache, x)
-
-
-def _break_writes_buffer(b: SimpleNamespace, cache: Tensor, x: Tensor) -> Any:
-    b.scale_(cache)
-    read = x.sin()
-    return b.wall(read) + 1
-
-
-def _segment_writes_buffer(b: SimpleNamespace, cache: Tensor, x: Tensor) -> Any:
-    h = b.wall(x)
-    cache.add_(1)
-    read = x.sin()
-    return b.wall(read) + h
-
-
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(_break_writes_buffer, marks=UNSEEN_OVERLAP), pytest.param(_segment_writes_buffer)],
-    ids=["by_a_break", "by_a_segment"],
-)
-@ONE_FORM
-def test_argument_may_be_a_part_of_a_buffer_that_is_written(
-    compile_pair: Any, breaks: SimpleNamespace, program: Callable[..., Any]
-) -> None:
-    """As above, where the caller hands in a slice of a cache that the module holds (pytorch/pytorch#163129)."""
-    pair = compile_pair(_Cache(breaks, program))
-    for start in (None, 1, 2):
-        args = [
-            torch.ones(2, 4) if start is None else module.cache[start : start + 2]
-            for module in (pair.eager, pair.module)
-        ]
-        assert torch.equal(pair.compiled(args[1]), pair.eager(args[0]))
-        assert torch.equal(pair.module.cache, pair.eager.cache)
-
-
-# -- break functions only: what no schema can say ---------------------------------------------------------------------
-
-
-@bcg.eager_break(mutates_args=("outs",))
-def write_list(x: Tensor, outs: list[Tensor]) -> None:
-    for index, out in enumerate(outs):
-        out.copy_(x + index)
-
-
-@bcg.eager_break(mutates_args=("outs",))
-def write_dictionary(x: Tensor, outs: dict[str, Tensor]) -> None:
-    outs["a"].copy_(x)
-    outs["b"].add_(x)
-
-
-@bcg.eager_break(mutates_args=("outs",))
-def write_rest(x: Tensor, *outs: Tensor) -> None:
-    for index, out in enumerate(outs):
-        out.copy_(x + index)
-
-
-@bcg.eager_break(mutates_args=("outs",))
-def write_keywords(x: Tensor, **outs: Tensor) -> None:
-    outs["a"].copy_(x)
-    outs["b"].add_(x)
-
-
-@bcg.eager_break(mutates_args=("out",), fake=lambda x, *, out: out)
-def write_and_return(x: Tensor, *, out: Tensor) -> Tensor:
-    return out.copy_(-x)
-
-
-def _into_list(x: Tensor, a: Tensor, b: Tensor) -> None:
-    write_list(x, [a, b])
-
-
-def _into_dictionary(x: Tensor, a: Tensor, b: Tensor) -> None:
-    write_dictionary(x, {"a": a, "b": b})
-
-
-def _into_rest(x: Tensor, a: Tensor, b: Tensor) -> None:
-    write_rest(x, a, b)
-
-
-def _into_keywords(x: Tensor, a: Tensor, b: Tensor) -> None:
-    write_keywords(x, a=a, b=b)
-
-
-def _and_returned(x: Tensor, a: Tensor, b: Tensor) -> None:
-    b.add_(write_and_return(x, out=a))
-
-
-NOT_DECLARED = pytest.mark.xfail(
-    raises=bcg.BcgError, reason="mutates_args does not reach the tensors behind *args or **kwargs"
-)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        _into_list,
-        _into_dictionary,
-        pytest.param(_into_rest, marks=NOT_DECLARED),
-        pytest.param(_into_keywords, marks=NOT_DECLARED),
-        _and_returned,
-    ],
-    ids=lambda f: f.__name__[1:],
-)
-def test_break_function_writes_into_containers_of_tensors(
-    check: Any, breaks: SimpleNamespace, rand: Any, write: Callable[..., None]
-) -> None:
-    """Writes into the items of a list, a dictionary, ``*args`` and ``**kwargs`` (pytorch/pytorch#163129)."""
-    other = breaks.wall
-
-    def program(x: Tensor, b: Tensor) -> Any:
-        a = torch.zeros_like(x)
-        before = other(b).sin()
-        write(x.cos(), a, b)
-        read = a.sin() + b
-        write(read, a, b)
-        return before, other(read), a, b
-
-    check(program, [(rand(3, 4), rand(3, 4)) for _ in range(2)])
-
-
-@bcg.eager_break(fake=lambda x: torch.empty_like(x))
-def add_to_published(x: Tensor) -> Tensor:
-    bcg.current_context().total.add_(x)
-    return x + 1
-
-
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="a break is taken not to write an argument of the model that reaches it by the context",
-)
-def test_break_writes_an_argument_that_it_gets_from_the_forward_context(rand: Any) -> None:
-    """What a break writes is read after it, however it got there (pytorch/pytorch#163129)."""
-
-    def program(x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        first = add_to_published(x)
-        read = total * 2
-        return first, add_to_published(read)
-
-    compiled = torch.compile(program, backend="bcg", options={"min_segment_kernels": 1})
-    for _ in range(2):
-        x, totals, results = rand(4), [torch.ones(4), torch.ones(4)], []
-        for fn, total in zip((program, compiled), totals, strict=True):
-            with bcg.forward_context(total=total):
-                results.append(fn(x, total))
-        assert torch.equal(*totals)
-        assert all(map(torch.equal, *results))

@@ -186,7 +186,7 @@ class _Gains(nn.Module):
         self.gain: Any = 1.0
         self.flip = False
         self.mode = Kind.LOW
-        self.table = {"bias": 1, "shape": [2, 2]}
+        self.table: dict[str, Any] = {"bias": 1, "shape": [2, 2]}
         self.inner = nn.Dropout(0.0)
         self.breaks = breaks
 

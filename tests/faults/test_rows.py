@@ -141,7 +141,7 @@ def _(x: Tensor, w: Tensor) -> Tensor:
 def test_op_that_tunes_itself_tunes_as_often_as_in_eager(
     compile_pair: Any, rand: Any, name: str, declared: bool
 ) -> None:
-    """An op tuned itself, or allocated, on its first call for each shape, inside a capture (vllm-project/vllm#40742)."""
+    """An op tuned itself, or allocated, at its first call for a shape, inside a capture (vllm-project/vllm#40742)."""
     op = getattr(torch.ops.bcgtest, name)
 
     def program(x: Tensor, w: Tensor) -> Tensor:
@@ -153,7 +153,9 @@ def test_op_that_tunes_itself_tunes_as_often_as_in_eager(
     calls = [(rand(n, 8), w) for n in (16, 8, 16, 4, 24, 4)]
     counts = []
     for fn in (pair.eager, pair.compiled):
-        _tuned.clear(), _events.clear(), _workspace.clear()
+        _tuned.clear()
+        _events.clear()
+        _workspace.clear()
         results = [fn(*args).clone() for args in calls]
         before = list(_events)
         results += [fn(*args).clone() for args in calls]

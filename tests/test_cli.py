@@ -1,0 +1,331 @@
+"""The command line: what is asked for, what is answered, and with which exit code."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import bcg_compiler as bcg
+from bcg_compiler.cli import app
+from bcg_compiler.debug.explain import plan_model
+
+FACTORIES = """
+    import torch
+    import bcg_compiler as bcg
+
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def example_inputs(self, length):
+            return {"x": torch.rand(1, length, 4)}
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return {"hidden": [self.inner(x), self.calls.clone()], "length": x.shape[1]}
+
+
+    class WithBreak(Model):
+        @bcg.eager_break(mutates_args=("out",))
+        def attention(self, x, out):
+            out.copy_(x.cumsum(1))
+
+        def forward(self, x):
+            out = torch.empty_like(x)
+            h = self.inner(x).relu()
+            self.attention(h, out)
+            return self.inner(out).relu()
+
+
+    class DrawsAndHasNans(Model):
+        def forward(self, x):
+            return (x - 0.5).log() + torch.rand_like(x)
+
+
+    class OtherWhenCompiled(Model):
+        def forward(self, x):
+            return self.inner(x) + (0.25 if torch.compiler.is_compiling() else 0.0)
+
+
+    class CountsOtherwiseWhenCompiled(Model):
+        def forward(self, x):
+            self.calls.add_(2 if torch.compiler.is_compiling() else 1)
+            return self.inner(x)
+
+
+    class ReadsItem(Model):
+        def forward(self, x):
+            y = self.inner(x)
+            return y + 1 if y.sum().item() > 0 else y - 1
+
+
+    class OneGraphForEachLength(Model):
+        def forward(self, x):
+            for position in range(x.shape[1]):
+                x = x + position
+            return x
+
+
+    class Fails(Model):
+        def forward(self, x):
+            raise ValueError("this model is broken")
+
+
+    def failing_factory():
+        raise RuntimeError("no weights to be found")
+
+
+    def no_inputs():
+        return torch.nn.Linear(4, 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with a module of factories, as the current one."""
+    (tmp_path / "user_factories.py").write_text(textwrap.dedent(FACTORIES))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "user_factories", raising=False)
+    bcg.reset()
+    return tmp_path
+
+
+def call(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args))
+
+
+def file(place: Path, content: str, name: str = "lengths.csv") -> str:
+    (place / name).write_text(content)
+    return str(place / name)
+
+
+def run(model: str, place: Path, *args: str, lengths: str = "5\n9\n9\n") -> Any:
+    return call("run", model, "--lengths", file(place, lengths), *args)
+
+
+# -- what cannot be done: a message, no traceback, exit code 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "lama"], "did you mean llama"),
+        (["explain", "lama"], "did you mean llama"),
+        (["run", "user_factories:Modell"], "did you mean Model"),
+        (["run", "no_such_module:factory"], "cannot import 'no_such_module'"),
+        (["run", "user_factories:failing_factory"], "RuntimeError: no weights to be found"),
+        (["explain", "user_factories:failing_factory"], "user_factories.py:"),
+        (["run", "user_factories:no_inputs"], "example_inputs(length)"),
+        (["run", "user_factories:Model", "--layers", "3"], "drop layers"),
+        (["run", "user_factories:Fails"], "The model itself fails at length 374, without being compiled: ValueError"),
+        (["explain", "user_factories:Fails"], "The model itself fails at length 128"),
+        (["run", "."], "has no config.json"),
+        (["explain", "."], "has no config.json"),
+        (["run", "llama", "--option", "min_segment_kernel=3"], "Did you mean 'min_segment_kernels'?"),
+        (["explain", "llama", "--option", "min_segment_kernels=few"], "it must be an integer"),
+        (["run", "llama", "--option", "min_segment_kernels=true"], "it must be an integer"),
+        (["run", "llama", "--option", "capture=maybe"], "it must be one of 'off'"),
+        (["run", "llama", "--option", "breaks"], "not of the form key=value"),
+        (["run", "llama", "--option", "breaks=a", "--option", "breaks=b"], "'breaks' is given twice"),
+        (["explain", "llama", "--config", "hiden_size=64"], "did you mean hidden_size"),
+        (["explain", "llama", "--config", "hidden_size=many"], "hidden_size"),
+        (["run", "llama", "--device", "gpu"], "'gpu' is not a device"),
+        (["explain", "llama", "--json", "--text"], "exclude each other"),
+        (["explain", "user_factories:Model", "--option", "breaks=op:aten::no_such_op"], "not registered"),
+        (["explain", "user_factories:Model", "--option", "breaks=module:outer"], "matches nothing"),
+        (["run", "user_factories:Model", "--option", "breaks=module:outer"], "matches nothing"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_words(args: list[str], message: str) -> None:
+    result = call(*args)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "args", [["run", "llama", "--layers", "0"], ["run", "llama", "--calls", "0"], ["run", "llama", "--dtype", "float7"]]
+)
+def test_values_out_of_range_are_refused(args: list[str]) -> None:
+    result = call(*args)
+    assert result.exit_code == 2
+    assert args[-2] in result.stderr
+
+
+def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = call("run", "llama", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "sees no CUDA device" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ("ContextTokens\n", "no lengths below"),
+        ("5\nfive\n", "line 2: 'five' is not a whole number"),
+        ("5\n7.5\n", "line 2: '7.5' is not a whole number"),
+        ("lengths\n0\n", "line 2: 0 is not a length"),
+        ("ContextTokens,GeneratedTokens\n5,6\n-1,6\n", "line 3: -1 is not a length"),
+        ("ContextToken,GeneratedTokens\n5,6\n", "Did you mean 'ContextToken'"),
+        ("ContextTokens,GeneratedTokens\n5,6\n\n,6\n", "line 4: '' is not a whole number"),
+        ("1,2\n3,4\n", "no column is named"),
+        ("prompt\n5\n", "neither a number nor a header"),
+    ],
+)
+def test_lengths_that_cannot_be_used(content: str, message: str, place: Path) -> None:
+    result = run("user_factories:Model", place, lengths=content)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_lengths_from_no_file(place: Path) -> None:
+    (place / "binary").write_bytes(bytes(range(256)))
+    for name, message in (("missing.csv", "No such file"), (".", "Is a directory"), ("binary", "not a text file")):
+        result = call("run", "user_factories:Model", "--lengths", name)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+# -- bcg run
+
+
+def test_run_compares_every_result_with_eager(place: Path) -> None:
+    result = run("llama", place, lengths="TIMESTAMP,ContextTokens,GeneratedTokens\nx,6,1\nx,9,1\nx,9,1\n")
+    assert result.exit_code == 0, result.output
+    # Each of the two lengths is called four more times for its timing.
+    assert "EQUAL  11 of 11 calls, bit for bit (11 result tensors" in result.stdout
+    assert "6 to 9 tokens, 2 different lengths" in result.stdout
+    assert "1 segment (1 different), 0 breaks" in result.stdout
+    assert "int64[1, 6]" in result.stdout  # the graph of the first length,
+    assert "int64[1, s0]" in result.stdout  # and that of all others
+    assert "11 runs of graphs without replay (capture_off)" in result.stdout
+    assert "Dynamo compiled the whole model" in result.stdout
+    assert "Medians over 6 pairs of calls, compiled and eager in turn, at lengths 6, 9" in result.stdout
+
+
+def test_run_shows_breaks_with_their_lines(place: Path) -> None:
+    result = run("user_factories:WithBreak", place, "--calls", "1")
+    assert result.exit_code == 0, result.output
+    assert "2 segments (2 different), 1 break" in result.stdout
+    assert "eager_break: user_factories.WithBreak.attention" in result.stdout
+    line = next(n for n, text in enumerate(FACTORIES.splitlines(), 1) if "self.attention(h, out)" in text)
+    assert f"user_factories.py:{line}" in result.stdout
+    assert "self.attention(h, out)" in result.stdout
+
+
+def test_results_may_be_nested_and_state_is_compared(place: Path) -> None:
+    result = run("user_factories:Model", place)
+    assert result.exit_code == 0, result.output
+    assert "EQUAL  11 of 11 calls, bit for bit (22 result tensors, 3 tensors of the model" in result.stdout
+
+
+def test_nans_at_the_same_places_and_equal_draws_are_equal(place: Path) -> None:
+    result = run("user_factories:DrawsAndHasNans", place)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_result_that_differs_is_exit_code_1(place: Path) -> None:
+    result = run("user_factories:OtherWhenCompiled", place)
+    assert result.exit_code == 1
+    assert "DIFFERENT  11 of 11 calls differ from eager" in result.stdout
+    assert "Largest absolute difference: 0.25" in result.stdout
+    assert "call 0, length 5: the result 20 of 20 numbers differ, by 0.25" in result.stdout
+
+
+def test_state_that_differs_is_exit_code_1(place: Path) -> None:
+    result = run("user_factories:CountsOtherwiseWhenCompiled", place)
+    assert result.exit_code == 1
+    assert "after all calls state['calls'] 1 of 1 numbers differ, by 11" in result.stdout
+
+
+def test_what_dynamo_left_uncompiled_is_said(place: Path) -> None:
+    result = run("user_factories:ReadsItem", place)
+    assert result.exit_code == 0, result.output
+    assert "Dynamo did not compile the whole model" in result.stdout
+    assert "Tensor.item()" in result.stdout
+    line = next(n for n, text in enumerate(FACTORIES.splitlines(), 1) if ".item()" in text)
+    assert f"user_factories.py:{line}" in result.stdout
+    assert "But part of the model was not compiled" in result.stdout
+
+
+def test_the_recompile_limit_is_said(place: Path) -> None:
+    lengths = "".join(f"{n}\n" for n in range(2, 13))
+    result = run("user_factories:OneGraphForEachLength", place, lengths=lengths)
+    assert result.exit_code == 0, result.output
+    assert "It hit its recompile limit on 1 function" in result.stdout
+    assert "forward (last recompiled because: " in result.stdout
+
+
+def test_calls_choose_how_many_lengths_are_run(place: Path) -> None:
+    assert "the first 2 of 3 lengths" in run("user_factories:Model", place, "--calls", "2").stdout
+    assert "all 3 lengths" in run("user_factories:Model", place, "--calls", "4").stdout
+
+
+def test_options_are_json_where_they_can_be(place: Path) -> None:
+    result = run(
+        "user_factories:WithBreak", place, "--option", 'breaks=["module:inner"]', "--option", "min_segment_kernels=1"
+    )
+    assert result.exit_code == 0, result.output
+    assert "user_rule 2 times" in result.stdout
+
+
+def test_a_folder_with_a_configuration_is_a_model(place: Path) -> None:
+    folder = place / "model"
+    folder.mkdir()
+    fields = dict(model_type="llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2)
+    (folder / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 5}))
+    result = call("explain", str(folder), "--layers", "1", "--config", "num_key_value_heads=1", "--length", "7")
+    assert result.exit_code == 0, result.output
+    assert "LlamaForCausalLM" in result.stdout
+    assert "int64[1, 7]" in result.stdout
+
+
+# -- bcg explain
+
+
+def test_explain_prints_steps_and_reasons() -> None:
+    result = call("explain", "user_factories:WithBreak")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "1 graph, 2 segments (2 different), 1 break: eager_break 1"
+
+
+def test_explain_text_is_the_stable_text() -> None:
+    result = call("explain", "user_factories:WithBreak", "--text", "--length", "16")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plan_model("user_factories:WithBreak", length=16).text()
+
+
+def test_explain_json_is_a_list_of_plans() -> None:
+    result = call("explain", "user_factories:WithBreak", "--json")
+    (plan,) = json.loads(result.stdout)
+    assert [step["kind"] for step in plan["steps"]] == ["segment", "break", "segment"]
+
+
+def test_explain_runs_a_model_that_reads_data_for_real() -> None:
+    result = call("explain", "user_factories:ReadsItem")
+    assert result.exit_code == 0, result.output
+    assert "could not be followed without data" in result.stdout
+    assert "2 graphs, 2 segments" in result.stdout
+
+
+def test_nothing_but_the_plan_is_on_the_screen(place: Path) -> None:
+    """Both transformers and Dynamo warn and log about the models of a mixture of experts."""
+    command = [sys.executable, "-m", "bcg_compiler.cli", "explain", "deepseek_v3"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "host_sync 2 times" in done.stdout
