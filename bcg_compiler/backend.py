@@ -56,11 +56,21 @@ def bcg_backend(
 
 
 def _bind_breaks(module: GraphModule) -> None:
-    """Put the break with its instance in place of the function that stood for it while Dynamo traced."""
-    for node in module.graph.nodes:
-        bound = as_bound_break(node.target, node.args) if node.op == "call_function" else None
-        if bound is not None:
-            node.target, node.args = bound
+    """Put the break with its instance in place of the function that stood for it while Dynamo traced.
+
+    Also in the graphs that higher-order operations hold.
+    """
+    for graph_module in module.modules():
+        if not isinstance(graph_module, GraphModule):
+            continue
+        bound_any = False
+        for node in graph_module.graph.nodes:
+            bound = as_bound_break(node.target, node.args) if node.op == "call_function" else None
+            if bound is not None:
+                node.target, node.args = bound
+                bound_any = True
+        if bound_any:
+            graph_module.recompile()
 
 
 def _needs_grad(module: GraphModule, example_inputs: list[Any]) -> bool:
@@ -87,10 +97,13 @@ def _with_grad(module: GraphModule, example_inputs: list[Any]) -> UnsplitProgram
     )
     if any(isinstance(node.target, BoundBreak) for node in module.graph.nodes):
         collect_facts(module, example_inputs)  # shows each break its fakes, against which it checks its results
-        module.recompile()
         return UnsplitProgram(module.forward, "grad")
 
     def compiler(inner: GraphModule, _: list[Any]) -> Callable[..., Any]:
         return make_boxed_func(inner.forward)
 
-    return UnsplitProgram(aot_module_simplified(module, example_inputs, fw_compiler=compiler), "grad")
+    try:
+        return UnsplitProgram(aot_module_simplified(module, example_inputs, fw_compiler=compiler), "grad")
+    except Exception:
+        # It may ask for a gradient formula that the caller never needs; autograd asks when backward is run.
+        return UnsplitProgram(module.forward, "grad")

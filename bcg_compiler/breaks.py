@@ -32,6 +32,8 @@ from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutatio
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
 #: What a break may be given besides tensors: constants that a graph can hold.
 CONSTANTS = (
     int,
@@ -62,14 +64,19 @@ class Break:
     writes_every_row: bool = False
     reads_live_rows: bool = False
     parameters: tuple[str, ...] = field(init=False)
+    rest: str = field(init=False)
+    keywords: str = field(init=False)
 
     def __post_init__(self) -> None:
         try:
-            names = tuple(inspect.signature(self.fn).parameters)
+            found = list(inspect.signature(self.fn).parameters.values())
         except (TypeError, ValueError):
-            names = ()
-        names = names[1:] if self.takes_instance else names
-        object.__setattr__(self, "parameters", names)
+            found = []
+        found = found[1:] if self.takes_instance and found and found[0].kind is not _REST else found
+        names = [p.name for p in found]
+        object.__setattr__(self, "parameters", tuple(p.name for p in found if p.kind not in (_REST, _KEYWORDS)))
+        object.__setattr__(self, "rest", next((p.name for p in found if p.kind is _REST), ""))
+        object.__setattr__(self, "keywords", next((p.name for p in found if p.kind is _KEYWORDS), ""))
         unknown = [name for name in self.mutates_args if names and name not in names]
         if unknown:
             raise BreakArgumentError(
@@ -103,9 +110,11 @@ class Break:
         return self.fake(*receiver, *args, **kwargs) if self.fake is not None else None
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Each argument with the name of its parameter; surplus positional ones have their position as name."""
-        names = (*self.parameters, *(str(i) for i in range(len(self.parameters), len(args))))
-        return [*zip(names, args, strict=False), *kwargs.items()]
+        """Each argument with the name of the parameter that takes it: that of ``*args`` for the surplus ones."""
+        surplus = (self.rest or str(i) for i in range(len(self.parameters), len(args)))
+        named = zip((*self.parameters, *surplus), args, strict=False)
+        keywords = ((k if k in self.parameters or not self.keywords else self.keywords, v) for k, v in kwargs.items())
+        return [*named, *keywords]
 
     def mutated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors among the arguments that the break declares to write."""
@@ -113,7 +122,7 @@ class Break:
 
     def _shares_with_mutated(self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # Views share one version counter, so a declared write shows on every argument over the same storage.
-        return any(t._is_view() or tensor._is_view() for t in self.mutated(args, kwargs) if _same_storage(t, tensor))
+        return any(_same_storage(t, tensor) for t in self.mutated(args, kwargs))
 
 
 class _Shape(NamedTuple):

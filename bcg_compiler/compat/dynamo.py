@@ -18,7 +18,8 @@ _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _MODULES = re.compile(r"\._modules\['([^']*)'\]|\._modules\[\"([^\"]*)\"\]")
 _MEMBERS = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
-_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__self__)?")
+_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\[\d+\])*(?:\.__self__)?")
+_ATTRIBUTE = re.compile(r"\.[A-Za-z_]\w*$|\.__dict__\[")
 
 
 def source_name(node: Node) -> str:
@@ -33,6 +34,11 @@ def source_name(node: Node) -> str:
 def is_static_input(node: Node) -> bool:
     """Parameters, buffers, tensors held by modules and ``mark_static_address`` tensors: they come back each call."""
     return bool((node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
+
+
+def is_held(node: Node) -> bool:
+    """Whether a placeholder is an attribute of some object: it is there at the next call, too."""
+    return bool(_ATTRIBUTE.search(source_name(node)))
 
 
 def dotted_path(source: str) -> str:

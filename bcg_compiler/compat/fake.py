@@ -12,9 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree
 
 __all__ = ["FakeTensor", "FakeTensorMode", "is_traceable_wrapper_subclass", "tree_leaves"]
+
+
+def tree_leaves(values: Any) -> list[Any]:
+    """The leaves of nested containers, the bounds of slices included."""
+    leaves = []
+    for leaf in _pytree.tree_leaves(values):
+        leaves += tree_leaves((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else [leaf]
+    return leaves
 
 
 def is_fake_call(values: Any) -> bool:

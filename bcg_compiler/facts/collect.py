@@ -58,6 +58,7 @@ class _Collector:
         self.facts: dict[Node, NodeFacts] = {}
         self.input_facts: dict[Node, NodeFacts] = {}
         self.mode_nodes: dict[int, Node] = {}
+        self.constants: dict[Node, Any] = {}
         self.modes = ModeTracker()
         placeholders = module.graph.find_nodes(op="placeholder")
         self.inputs = dict(zip(placeholders, example_inputs, strict=True))
@@ -95,6 +96,8 @@ class _Collector:
             outside=self.roots.outside,
             written=frozenset().union(*(f.writes for f in self.facts.values())),
             mode_nodes=self.mode_nodes,
+            constants=self.constants,
+            exit_grad=self.modes.state.grad,
         )
 
     # -- inputs -------------------------------------------------------------------------------------------------
@@ -121,6 +124,7 @@ class _Collector:
         value: Any = self.module
         for part in str(node.target).split("."):
             value = getattr(value, part)
+        self.constants[node] = value
         if isinstance(value, torch.Tensor):
             fake = fresh_fake(value, self.mode)
             root = self.roots.of_input(value, fake, node)
@@ -151,13 +155,14 @@ class _Collector:
         self.values[node] = result
         calls = recorder.calls
         reads = self.roots.of([t for call in calls for t in call.reads] + _tensors((args, kwargs)))
-        writes = self.roots.of([t for call in calls for t in call.writes])
+        writes = self.roots.of([t for call in calls if footprint.writes_data(call) for t in call.writes])
         reshapes = self.roots.of([t for call in calls if footprint.is_inplace_view(call) for t in call.writes])
         opaque = failure is not None or footprint.opaque_function(node) is not None
         if isinstance(node.target, BoundBreak):
             opaque, calls = True, []
             writes = self.roots.of(node.target.spec.mutated(args, kwargs))
-        elif failure is not None:
+        elif failure is not None or footprint.holds_break((args, kwargs)):
+            opaque = True
             writes = self.roots.of(_tensors((args, kwargs)))
         if opaque or any(footprint.foreign_op(call) for call in calls):
             writes |= {WORLD, RANDOM_STATE}
@@ -170,7 +175,10 @@ class _Collector:
             self._see_device(tensor)
         results = self.roots.of(tensors)
         if isinstance(node.target, BoundBreak):
-            # Whatever its fake says, the body may hand an argument back.
+            # Whatever its fake says, the body may hand an argument back; and it may keep what it was given.
+            results = self.roots.may_alias(results, reads)
+            self.roots.reachable |= results
+        elif any(name.partition(".")[0] in known_ops.MAY_GIVE_AN_ARGUMENT for name in recorder.names):
             results = self.roots.may_alias(results, reads)
         frame = dynamo.user_frame(node)
         self.facts[node] = NodeFacts(
@@ -248,7 +256,9 @@ class _Collector:
         """
         if calls or node.users or result is not None or node.op != "call_function" or is_functorch_node(node):
             return False
-        return not getattr(node.target, "__name__", "").lstrip("_").startswith(("check", "assert"))
+        if isinstance(node.target, BoundBreak):
+            return False
+        return not getattr(node.target, "__name__", "").lstrip("_").startswith(known_ops.NO_STATE)
 
     def _add_reasons(self) -> None:
         """Once all devices are known: whether a CPU tensor is out of place depends on the whole graph."""
@@ -279,6 +289,7 @@ class _Roots:
         self._alive: list[torch.Tensor] = []
         self._kinds: dict[int, set[str]] = {}
         self._also: dict[int, frozenset[int]] = {}
+        self.reachable: frozenset[int] = frozenset()  # what break functions have seen
         self.known = 0
 
     def of_input(self, real: torch.Tensor, fake: torch.Tensor, node: Node) -> frozenset[int]:
@@ -288,6 +299,8 @@ class _Roots:
         self.known = max(self.known, root + 1)
         static = node.op == "get_attr" or dynamo.is_static_input(node)
         kind = "user" if not static else "parameter" if isinstance(real, torch.nn.Parameter) else "buffer"
+        if kind == "user" and dynamo.is_held(node):
+            kind = "buffer"  # of an object that is no module
         self._kinds.setdefault(root, set()).add(kind)
         self._alive += [real, fake]
         for key in _storage_keys(fake):
@@ -325,25 +338,22 @@ class _Roots:
     def buffers(self) -> frozenset[int]:
         return frozenset(root for root, kinds in self._kinds.items() if "buffer" in kinds)
 
-    @property
-    def user(self) -> frozenset[int]:
-        return frozenset(root for root, kinds in self._kinds.items() if "user" in kinds)
-
 
 def _with_outside_effects(facts: dict[Node, NodeFacts], roots: _Roots) -> dict[Node, NodeFacts]:
     """Add what the graph alone does not show.
 
     Note [What may be touched unseen]
         Inputs may overlap in ways that no guard checks: one ``a.add_(1)`` compiled for separate ``a`` and ``b`` is
-        called with overlapping ones. So if the graph writes into any input, all inputs and buffers count as one.
-        An opaque break may reach, through the objects that it was made with, any buffer, and whatever the graph
-        itself writes outside of the call. It is taken not to write parameters, nor inputs that it was not given.
+        called with overlapping ones. So if the graph writes into any input or buffer, all of them count as one.
+        An opaque break may reach, through the objects that it was made with, any buffer, whatever the graph itself
+        writes outside of the call, and what break functions were given or returned before. It is taken not to write
+        parameters, nor inputs that no break was given.
     """
     written = frozenset().union(*(f.writes for f in facts.values()))
     merged: frozenset[int] = frozenset()
-    if written & roots.user:
-        merged = roots.user | (roots.outside - roots.parameters)
-    shared = (roots.outside & written) | roots.buffers | merged
+    if written & (roots.outside - roots.parameters):
+        merged = roots.outside - roots.parameters
+    shared = ((roots.outside & written) | roots.buffers | merged | roots.reachable) - roots.parameters
     fenced = FENCE in written
 
     def widen(touched: frozenset[int]) -> frozenset[int]:

@@ -52,11 +52,11 @@ def kernel_count(node: Node, calls: Sequence[Recorded]) -> int:
 
 
 def is_random(call: Recorded) -> bool:
-    """Whether the operation draws from a generator. Dropout with probability 0 draws nothing."""
+    """Whether the operation draws from a generator. Attention with dropout 0 draws nothing."""
     if not isinstance(call.op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in call.op.tags:
         return False
     for position, argument in enumerate(call.op._schema.arguments):
-        if argument.name in ("dropout_p", "dropout", "p") and argument.type.kind() == "FloatType":
+        if argument.name == "dropout_p":
             given = call.args[position] if position < len(call.args) else argument.default_value
             return given != 0
     return True
@@ -65,6 +65,11 @@ def is_random(call: Recorded) -> bool:
 def is_inplace_view(call: Recorded) -> bool:
     """Whether the operation changes shape or strides of its argument and no data, like ``unsqueeze_``."""
     return isinstance(call.op, torch._ops.OpOverload) and torch.Tag.inplace_view in call.op.tags
+
+
+def writes_data(call: Recorded) -> bool:
+    """Whether what it writes is more than what a tensor says of itself. (``unsqueeze_`` counts: readers see it.)"""
+    return op_name(call.op) != "aten::detach_"
 
 
 def foreign_op(call: Recorded) -> str | None:
@@ -112,14 +117,14 @@ def reasons_against_capture(
         why = _synchronises(call, name)
         if why and name not in declared:
             add("host_sync", f"{name} {why}")
-    if moving := symbols.data(_only_tensors(given)):
-        add("dynamic_output", f"an argument's size {_join(moving)} depends on data")
-    elif fresh := symbols.data(_only_tensors(result)) - symbols.data(given):
-        add("dynamic_output", f"the size {_join(fresh)} of its result depends on data")
-    if read := symbols.data([leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]):
-        add("host_number", f"the number {_join(read)} was read from data: a recording would freeze it")
-    if numbers := symbols.numbers(given, result):
-        add("host_number", f"the Python number {_join(numbers)} changes between calls: a recording would freeze it")
+    if symbols.data(_only_tensors(given)):
+        add("dynamic_output", "the size of an argument depends on data")
+    elif symbols.data(_only_tensors(result)) - symbols.data(given):
+        add("dynamic_output", "the size of its result depends on data")
+    if symbols.data([leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]):
+        add("host_number", "a number was read from data: a recording would freeze it")
+    if symbols.numbers(given, result):
+        add("host_number", "a Python number changes between calls: a recording would freeze it")
     scalars = _python_scalars(calls, result)
     for call in calls:
         name, namespace = op_name(call.op), op_name(call.op).partition("::")[0]
@@ -135,6 +140,8 @@ def reasons_against_capture(
             add("unknown_op", _how_to_declare(f"{name} is a custom op", name))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in _only_tensors((call.reads, call.results))):
             add("unknown_op", f"{name} works on a tensor subclass, whose operations are not seen")
+    if holds_break(given):
+        add("eager_break", "a break function is called inside of it")
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         name = op_name(node.target)
         if name not in known_ops.WRAPPERS | known_ops.CAPTURABLE_HIGHER_ORDER | declared:
@@ -143,6 +150,13 @@ def reasons_against_capture(
     if function and not isinstance(node.target, BoundBreak) and function not in declared:
         add("unknown_op", _how_to_declare(f"{function} is a Python function whose body is not seen", function))
     return tuple(found)
+
+
+def holds_break(given: Any) -> bool:
+    """Whether a graph among the arguments of a higher-order operation calls a break function."""
+    graphs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, GraphModule)]
+    inner = (m for graph in graphs for m in graph.modules() if isinstance(m, GraphModule))
+    return any(isinstance(node.target, BoundBreak) for m in inner for node in m.graph.nodes)
 
 
 def graph_operand(args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]] | None:
@@ -203,10 +217,6 @@ def _on_cpu(leaf: Any) -> bool:
 
 def _only_tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _join(names: frozenset[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def _how_to_declare(what: str, name: str) -> str:

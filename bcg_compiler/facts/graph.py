@@ -17,6 +17,8 @@ class AnnotatedGraph:
     ``input_facts``  facts of the placeholders (their roots and specs)
     ``marks``        node → why it runs as a break
     ``parameters``   roots that hold nothing but parameters: nobody writes them unseen
+    ``constants``    get_attr nodes → what they hold
+    ``exit_grad``    the grad mode that the graph leaves behind, ``None`` if it is the caller's
     ``written``      roots that the graph's own operations write (``facts`` add what may be written unseen)
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
@@ -29,6 +31,8 @@ class AnnotatedGraph:
     parameters: frozenset[int]
     outside: frozenset[int]
     written: frozenset[int]
+    constants: dict[Node, Any] = field(default_factory=dict)
+    exit_grad: bool | None = None
     mode_nodes: dict[int, Node] = field(default_factory=dict)
     marks: dict[Node, Reason] = field(default_factory=dict)
 

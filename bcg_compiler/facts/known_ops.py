@@ -21,6 +21,17 @@ SYNCHRONISING = {
     "aten::linalg_lstsq": "its solver is driven from the host",
 }
 
+#: How functions begin that return nothing, dispatch nothing, and set no state either.
+NO_STATE = ("check", "assert", "log_api_usage")
+
+#: Operations that give an argument back where they have nothing to do; under fake tensors they make a copy instead.
+MAY_GIVE_AN_ARGUMENT = frozenset(
+    {
+        *("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"),
+        *("aten::native_dropout", "_c10d_functional::wait_tensor"),
+    }
+)
+
 #: Tensor methods that end on the host on any device, also where fakes on a CPU show no copy.
 HOST_METHODS = frozenset({"item", "tolist", "cpu", "numpy"})
 
@@ -45,7 +56,12 @@ NO_KERNEL = frozenset(
         *("aten::new_empty_strided", "aten::_unsafe_view", "aten::lift_fresh", "aten::alias", "aten::detach"),
         *("aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "prim::device"),
         *("aten::is_same_size", "aten::_assert_scalar", "aten::sym_constrain_range", "aten::resize_", "aten::set_"),
-        *("aten::sym_constrain_range_for_size", "aten::_local_scalar_dense", "aten::_assert_tensor_metadata"),
+        *(
+            "aten::sym_constrain_range_for_size",
+            "aten::_local_scalar_dense",
+            "aten::_assert_tensor_metadata",
+            "aten::detach_",
+        ),
     }
 )
 

@@ -94,6 +94,7 @@ def _write_program(writer: Writer, name: str, note: str) -> None:
                     writer.line(f"        {note}({ordinal}, v{ordinal}, ({given}))")
         if step.frees:
             writer.line(f"        del {', '.join(writer.names(step.frees))}")
+    writer.leave_modes("        ")
     (returned,) = writer.graph.module.graph.output_node().args
     writer.line(f"        return {writer.emit.expression(returned)}")
     writer.line("")

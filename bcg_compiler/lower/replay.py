@@ -69,6 +69,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
             writer.line(f"        del {', '.join(dead)}")
     for statement in captured.write_backs.values():
         writer.line(f"        {statement}")
+    writer.leave_modes("        ")
     writer.line(f"        return {_returned(writer, captured)}")
     return writer.compile(filename, "replay")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from bcg_compiler.facts import AnnotatedGraph
@@ -34,12 +35,11 @@ class Writer:
         self.graph = graph
         self.plan = plan
         self.nodes = {f.ordinal: node for node, f in facts.items()}
-        constants = {n: _attribute(graph.module, str(n.target)) for n in graph.input_facts if n.op == "get_attr"}
         self.namespace = Namespace()
         self.emit = Emitter(
             self.namespace,
             {node: f.ordinal for node, f in facts.items()},
-            constants,
+            graph.constants,
             {node: f.mode for node, f in graph.facts.items()},
             graph.mode_nodes,
             direct,
@@ -67,6 +67,12 @@ class Writer:
                 text = f"{text}  # {plan_node.module or '.'} {plan_node.source or ''}".rstrip()
             self.line(text, step, plan_node)
 
+    def leave_modes(self, indent: str) -> None:
+        """Leave the grad mode that the graph itself leaves behind."""
+        if self.graph.exit_grad is not None:
+            setter = self.namespace.bind(torch._C._set_grad_enabled, "set_grad_mode")
+            self.line(f"{indent}{setter}({self.graph.exit_grad})")
+
     def names(self, ordinals: tuple[int, ...]) -> list[str]:
         """Variables of values; constants of the graph are no arguments, their names are bound for the whole text."""
         nodes = [self.nodes[ordinal] for ordinal in ordinals]
@@ -81,9 +87,3 @@ class Writer:
         exec(compile(source, filename, "exec"), scope)
         lines = {number + 1: what for number, what in self._lines.items()}
         return Code(scope["make"](**self.namespace.objects), source, filename, lines)
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    for part in path.split("."):
-        owner = getattr(owner, part)
-    return owner

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from bcg_compiler.compat import dynamo
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
+from bcg_compiler.facts.node import FENCE
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.partition import Cut, Unit, partition
 from bcg_compiler.plan.plan import PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
@@ -103,7 +104,8 @@ class _Builder:
             self.graph.facts[n].group for node in members for n in node.all_input_nodes if n in self.graph.facts
         } - {ordinal}
         marked = any(node in self.graph.marks for node in inside)
-        frozen = marked and all(f.host_only for f in facts)
+        # A check has no users: it stays where it is, before what it is to prevent.
+        frozen = marked and all(f.host_only for f in facts) and any(node.users for node in members)
         writes = frozenset().union(*(f.writes for f in facts))
         return Unit(
             ordinal=ordinal,
@@ -127,6 +129,8 @@ class _Builder:
             seen |= self.graph.facts[self.by_ordinal[o]].results
         inputs = {root for f in self.graph.input_facts.values() for root in f.results}
         for facts in self.graph.facts.values():
+            if FENCE in facts.writes:
+                return Reason("unknown_state", f"{facts} may set state that a replay would not set")
             if facts.reshapes & seen:
                 return Reason("reshaped_in_place", f"{facts} changes the shape of a value that other steps use")
             if "aten::as_strided.default" in facts.aten and facts.reads & inputs & seen:
@@ -166,12 +170,15 @@ class _Builder:
         if cut.kind == "segment":
             specs = {n: f.specs for n, f in {**self.graph.input_facts, **self.graph.facts}.items()}
             modes = {f.mode: self._mode_text(f.mode) for f in facts}
-            unit = structural_key(nodes, self.graph.facts, specs, modes, crossing.outputs[index], self.graph.device)
+            held = {n: value for n, value in self.graph.constants.items() if isinstance(value, GraphModule)}
+            unit = structural_key(
+                nodes, self.graph.facts, specs, modes, held, crossing.outputs[index], self.graph.device
+            )
         return Step(
             index=index,
             kind=cut.kind,
             nodes=tuple(PlanNode(f.ordinal, f.op, f.module, f.kernels, f.mode, f.source) for f in facts),
-            inputs=self._numbered(crossing.inputs[index]),
+            inputs=tuple(self.ordinals[n] for n in crossing.inputs[index] if n in self.ordinals),
             outputs=self._numbered(crossing.outputs[index]),
             frees=self._numbered(crossing.frees[index]),
             kernels=sum(f.kernels for f in facts),

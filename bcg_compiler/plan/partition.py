@@ -117,6 +117,11 @@ def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> tuple[dict[int, int], f
             odd = unit.kind == "host"
             above = (_down(highest[s], odd) for s in graph.successors(unit.ordinal))
             highest[unit.ordinal] = min(above, default=last if odd else last + 1)
+    behind: dict[int, int] = {}  # level of the first break that the program has behind the unit
+    nearest = last + 2
+    for unit in reversed(units):
+        behind[unit.ordinal] = nearest
+        nearest = breaks.get(unit.ordinal, nearest)
     levels: dict[int, int] = {}
     moved: set[int] = set()
     at_home = 0  # behind the last break that the program has before the unit
@@ -130,7 +135,7 @@ def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> tuple[dict[int, int], f
         else:
             needed = max((_up(levels[p], False) for p in graph.predecessors(here)), default=0)
             levels[here] = min(max(at_home, needed), highest[here])
-            if levels[here] != at_home:
+            if levels[here] < at_home or levels[here] > behind[here]:
                 moved.add(here)
     return levels, frozenset(moved)
 

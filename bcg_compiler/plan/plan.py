@@ -53,7 +53,8 @@ class Step:
     """A segment or a break.
 
     ``nodes``    in the order they run
-    ``inputs``   ordinals of the values it reads from outside, ``outputs`` of those that are read after it
+    ``inputs``   ordinals of the values it reads from outside, in the order they are met; ``outputs`` of those that are
+                 read after it
     ``frees``    ordinals of the values that nothing reads after it
     ``kernels``  how many kernels it launches
     ``fixed``    ordinals of a break's nodes that only look at fixed memory or allocate (views, sizes, empty buffers): a

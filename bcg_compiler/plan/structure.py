@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -24,14 +25,22 @@ class SymbolNames:
         return _SYMBOL.sub(self._rename, text)
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
-        """``spec`` with its symbols renamed."""
-        return TensorSpec(
-            spec.dtype, tuple(map(self.text, spec.shape)), tuple(map(self.text, spec.strides)), spec.device
-        )
+        """``spec`` with its symbols renamed, and the terms of each size in the order of the new names."""
+        shape, strides = (tuple(_ordered(self.text(part)) for part in parts) for parts in (spec.shape, spec.strides))
+        return TensorSpec(spec.dtype, shape, strides, spec.device)
 
     def _rename(self, match: re.Match[str]) -> str:
         prefix = match[0].rstrip("0123456789")
         return self._names.setdefault(match[0], f"{prefix}{len(self._names)}")
+
+
+def _ordered(size: str) -> str:
+    if len(set(_SYMBOL.findall(size))) < 2:
+        return size
+    try:
+        return str(sympy.sympify(size))
+    except (sympy.SympifyError, TypeError, AttributeError):
+        return size  # a function that only torch's own printer knows
 
 
 def structural_key(
@@ -39,13 +48,14 @@ def structural_key(
     facts: Mapping[Node, NodeFacts],
     specs: Mapping[Node, tuple[TensorSpec, ...]],
     modes: Mapping[ModeState, str],
+    held: Mapping[Node, GraphModule],
     outputs: Iterable[Node],
     device: str,
 ) -> str:
     """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
 
     Names of nodes and parameters do not count: values are numbered in the order they are met. ``specs`` are those of
-    values from outside, ``modes`` the mode of each state as text. ``device``, the one that the graph computes on, is
+    values from outside, ``modes`` the mode of each state as text, ``held`` the graphs that higher-order operations run. ``device``, the one that the graph computes on, is
     named by its role, so that a plan made on one machine is that of another: the key holds within one device.
     """
     numbers: dict[Node, int] = {}
@@ -56,7 +66,8 @@ def structural_key(
         if node not in numbers:  # from outside: described where it is first used
             numbers[node] = len(numbers)
             described = ";".join(f"{symbols.spec(s)}/{symbols.spec(s).strides}/{s.device}" for s in specs.get(node, ()))
-            lines.append(f"%{numbers[node]} = given {described}".replace(f"/{device}", "/main"))
+            inner = held[node].code if node in held else ""
+            lines.append(f"%{numbers[node]} = given {described}{inner}".replace(f"/{device}", "/main"))
         return f"%{numbers[node]}"
 
     def text(value: Any) -> str:
@@ -86,6 +97,8 @@ def constant_text(value: Any, reference: Callable[[Node], str], main: torch.devi
     if isinstance(value, GraphModule):
         return value.code
     if isinstance(value, (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout)):
+        return repr(value)
+    if isinstance(value, torch.memory_format):
         return repr(value)
     # Functions, enums and other objects: what they are, never where they are.
     name = getattr(value, "__qualname__", None)

@@ -57,7 +57,7 @@ def fill_bridge(bridge: Tensor, value: Tensor) -> None:
 def own(value: Tensor) -> Tensor:
     """A copy that the next replay does not touch, with the same strides (``clone`` may choose others)."""
     if overlaps_itself(value):
-        return in_storage(own_storage(value), value.shape, value.stride(), value.storage_offset(), value.dtype)
+        return in_storage(own_storage(value), value.shape, value.stride(), int(value.storage_offset()), value.dtype)
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return copy.copy_(value)
 
@@ -76,7 +76,7 @@ def in_storage(
     storage: torch.UntypedStorage, shape: torch.Size, stride: tuple[int, ...], offset: int, dtype: torch.dtype
 ) -> Tensor:
     """The tensor of that form in ``storage``."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 def view_of(argument: Tensor, shape: torch.Size, stride: tuple[int, ...], shift: int, dtype: torch.dtype) -> Tensor:

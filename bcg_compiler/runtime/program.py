@@ -54,6 +54,11 @@ class Program:
         self._codes: dict[str, Code] = {}
         self._device: CaptureDevice | None = None
         self._counted = False
+        self._never: str | None = None
+        self._last: _Last | None = None
+        self._replays: dict[Any, Code] = {}
+        self._warm: dict[Any, dict[int, memory.Form]] = {}
+        self._watched: list[weakref.ref[Any]] = []
         self._take(compiled)
 
     def __call__(self, *args: Any) -> Any:
@@ -204,10 +209,7 @@ class Program:
     def _take(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self.plan = plan = compiled.plan
-        self._replays: dict[Any, Code] = {}
-        self._last: _Last | None = None
-        self._warm: dict[Any, Any] = {}
-        self._never: str | None = None
+        self._replays, self._warm, self._last, self._never = {}, {}, None, None
         if self._options.capture == "off":
             self._never = "capture_off"
         elif plan.uncaptured is not None:
@@ -239,13 +241,15 @@ class Program:
 
     def _overlapping(self, args: Sequence[Any]) -> bool:
         """Whether a written input shares memory with another input: with slots a write would not be seen there."""
-        if not self._written or not self._slotted:
-            return False
-        ranges = {i: memory.byte_range(args[i]) for i in self._tensors}
-        for i in self._written:
-            start, end = ranges[i]
-            for j, (other_start, other_end) in ranges.items():
-                if j != i and start < other_end and other_start < end and (i in self._slotted or j in self._slotted):
+        slots = {i: memory.byte_range(args[i]) for i in self._slotted}
+        written = {i: slots.get(i) or memory.byte_range(args[i]) for i in self._written}
+        if any(i in slots for i in written):
+            others = {i: slots.get(i) or memory.byte_range(args[i]) for i in self._tensors}
+        else:
+            others = slots  # what is written has no slot: only a slot's copy would miss it
+        for i, (start, end) in written.items():
+            for j, (other_start, other_end) in others.items():
+                if j != i and start < other_end and other_start < end:
                     return True
         return False
 
@@ -259,7 +263,7 @@ class Program:
                 alive._replays.pop(key, None)
                 alive._last = None
 
-        self._watched = [*getattr(self, "_watched", []), *(weakref.ref(args[i], gone) for i in self._statics)]
+        self._watched += [weakref.ref(args[i], gone) for i in self._statics]
 
     def _forget_captures(self) -> None:
         self._replays.clear()
@@ -304,7 +308,9 @@ class Program:
         step, node = found
         code = f"\n    {node.source.code}" if node.source and node.source.code else ""
         where = f" in {node.module}" if node.module else ""
-        error.add_note(f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}")
+        note = f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}"
+        if note not in getattr(error, "__notes__", ()):  # one exception object may be raised again and again
+            error.add_note(note)
 
 
 class _Last(NamedTuple):

@@ -23,7 +23,10 @@ import bcg_compiler as bcg
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 #: The ways to run that every fault must stay away from. One kernel makes a segment, so that small tests have segments.
-WAYS = {"off": {"capture": "off", "min_segment_kernels": 1}}
+WAYS = {
+    "off": {"capture": "off", "min_segment_kernels": 1},
+    "emulated": {"capture": "auto", "min_segment_kernels": 1},
+}
 
 #: The names of the break bodies that ran, in order.
 _bodies: list[str] = []
