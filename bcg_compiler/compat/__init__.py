@@ -2,6 +2,7 @@
 
 ``fake``     fake tensors: the tracing mode, fresh fakes, storage identity
 ``dynamo``   what Dynamo leaves on a graph: sources, module paths, source lines, its counters, the compiled owner
+``dynamo_log`` what Dynamo logs and counts about code that it did not compile
 ``recorder`` the dispatch mode that records ATen operations
 
 Run on torch 2.11.0 and 2.13.0.
