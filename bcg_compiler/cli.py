@@ -236,7 +236,7 @@ def _errors_in_words() -> Iterator[None]:
         _fail(str(error), 2)
     except typer.BadParameter as error:
         _fail(error.message, 2)
-    except (typer.Exit, KeyboardInterrupt):
+    except typer.Exit:
         raise
     except Exception as error:
         if (users := user_error(error)) is not None:

@@ -45,6 +45,15 @@ FACTORIES = """
             return self.inner(out).relu()
 
 
+    class BreakWithoutFake(Model):
+        @bcg.eager_break
+        def double(self, x):
+            return x * 2
+
+        def forward(self, x):
+            return self.double(x)
+
+
     class DrawsAndHasNans(Model):
         def forward(self, x):
             return (x - 0.5).log() + torch.rand_like(x)
@@ -244,6 +253,24 @@ def test_a_result_that_differs_is_exit_code_1(place: Path) -> None:
     assert "DIFFERENT  11 of 11 calls differ from eager" in result.stdout
     assert "Largest absolute difference: 0.25" in result.stdout
     assert "call 0, length 5: the result 20 of 20 numbers differ, by 0.25" in result.stdout
+
+
+def test_an_error_of_the_compiled_model_alone_is_exit_code_1(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*args: Any) -> None:
+        raise RuntimeError("a fault in the compiler")
+
+    monkeypatch.setattr("bcg_compiler.backend.build_plan", fault)
+    result = run("user_factories:Model", place)
+    assert result.exit_code == 1
+    assert "The compiled model raised where eager did not" in result.stderr
+    assert "a fault in the compiler" in result.stderr  # in the traceback, which is wanted here
+
+
+def test_a_break_that_cannot_be_compiled_says_what_to_add(place: Path) -> None:
+    result = run("user_factories:BreakWithoutFake", place)
+    assert result.exit_code == 2
+    assert "fake=" in result.stderr
+    assert "Traceback" not in result.output
 
 
 def test_state_that_differs_is_exit_code_1(place: Path) -> None:

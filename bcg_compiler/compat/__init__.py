@@ -4,6 +4,7 @@
 ``dynamo``   what Dynamo leaves on a graph: sources, module paths, source lines, its counters, the compiled owner
 ``addresses`` addresses of many tensors at once, the current stream's handle
 ``ops``      the registry of operators
+``dynamo_log`` what Dynamo logs and counts about code that it did not compile
 ``recorder`` the dispatch mode that records ATen operations
 
 Run on torch 2.11.0 and 2.13.0.

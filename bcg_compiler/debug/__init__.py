@@ -6,5 +6,6 @@
 ``compare``    two results, tensor by tensor and bit by bit
 ``lengths``    prompt lengths from a file
 ``reasons``    what each reason code means, and what would remove the break
+``errors``     which errors are the user's to mend
 ``screen``     all of it for a terminal
 """

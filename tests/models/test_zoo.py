@@ -178,3 +178,16 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r'pip install "bcg-compiler\[models\]"'):
         zoo.build("llama")
+
+
+def test_a_field_that_the_configuration_does_not_have_is_refused() -> None:
+    """A configuration takes any keyword: a misspelt one changed nothing, in silence."""
+    with pytest.raises(ValueError, match=r"LlamaConfig has no field 'hiden_size' \(did you mean hidden_size"):
+        zoo.build("llama", config={"hiden_size": 32})
+    zoo.build("llama", config={"attn_implementation": "eager", "rope_theta": 500.0})
+
+
+def test_weights_of_a_folder_are_not_loaded_on_meta(tmp_path: Path) -> None:
+    config_of(zoo.build("llama", layers=1)).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    assert next(zoo.build(str(tmp_path), device="meta").model.parameters()).is_meta
