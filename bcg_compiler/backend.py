@@ -6,6 +6,7 @@ Compiling has no side effects: Dynamo may ask twice for one graph and drop the f
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from functorch.compile import aot_module_simplified, make_boxed_func
 from torch.fx import GraphModule
 
 from bcg_compiler.breaks import BoundBreak, as_bound_break
+from bcg_compiler.compat.fake import FakeTensor
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
 from bcg_compiler.lower import lower
 from bcg_compiler.options import Options, check_mode
@@ -38,6 +40,8 @@ def bcg_backend(
     """
     check_mode(mode)
     parsed = Options.parse(options)
+    if any(isinstance(value, FakeTensor) for value in example_inputs):
+        parsed = replace(parsed, capture="off")  # a model of fakes, to look at its plan
     _bind_breaks(module)
     program: Program | UnsplitProgram
     if _needs_grad(module, example_inputs):

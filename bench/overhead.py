@@ -2,8 +2,8 @@
 
     python bench/overhead.py [--json FILE]
 
-A tiny chain (rows of 16, one element-wise pair of kernels a segment) with 0 … 96 breaks whose body does nothing. Host time
-is the time until the call returns, without waiting for the device: the median of 200 calls. Needs a GPU.
+A tiny chain (rows of 16, one element-wise pair of kernels a segment) with 0 … 96 breaks whose body does nothing. Host
+time is the time until the call returns, without waiting for the device: the median of 200 calls. Needs a GPU.
 """
 
 import argparse

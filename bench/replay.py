@@ -3,8 +3,8 @@
     python bench/replay.py [--layers 32] [--rows 16 512 2048] [--json FILE]
 
 A layer: ``h = A(rmsnorm(x)); o = empty_like(h); break(h, o)`` writes −h into o; ``x + 0.1 · C(silu(B(o)) · o)``, all
-2048 × 2048, bf16, no bias. Each figure is the median of 40 calls after 5, each between two synchronisations. Peers that are
-not installed are left out. Needs a GPU.
+2048 × 2048, bf16, no bias. Each figure is the median of 40 calls after 5, each between two synchronisations. Peers
+that are not installed are left out. Needs a GPU.
 """
 
 import argparse
@@ -122,7 +122,7 @@ VARIANTS: dict[str, Callable[[int, Tensor], Run]] = {
 
 @torch.inference_mode()
 def measure(build: Callable[[int, Tensor], Run], layers: int, x: Tensor) -> dict[str, float]:
-    """Median wall time of a call and the time until the third call returned, in µs and s; largest difference to eager."""
+    """Median wall time of a call in µs, time until the third call returned in s, largest difference to eager."""
     started = time.perf_counter()
     run = build(layers, x)
     for _ in range(3):

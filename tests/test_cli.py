@@ -143,7 +143,7 @@ def run(model: str, place: Path, *args: str, lengths: str = "5\n9\n9\n") -> Any:
         (["run", "llama", "--option", "min_segment_kernel=3"], "Did you mean 'min_segment_kernels'?"),
         (["explain", "llama", "--option", "min_segment_kernels=few"], "it must be an integer"),
         (["run", "llama", "--option", "min_segment_kernels=true"], "it must be an integer"),
-        (["run", "llama", "--option", "capture=maybe"], "it must be one of 'off'"),
+        (["run", "llama", "--option", "capture=maybe"], "it must be one of 'auto', 'cuda', 'emulated', 'off'"),
         (["run", "llama", "--option", "breaks"], "not of the form key=value"),
         (["run", "llama", "--option", "breaks=a", "--option", "breaks=b"], "'breaks' is given twice"),
         (["explain", "llama", "--config", "hiden_size=64"], "did you mean hidden_size"),

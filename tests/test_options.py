@@ -25,7 +25,7 @@ def test_no_options_are_the_defaults() -> None:
     [
         ({"captur": "off"}, "Unknown option 'captur'. Did you mean 'capture'"),
         ({"ladder": [4]}, "Unknown option 'ladder'."),
-        ({"capture": "on"}, "must be one of 'off'"),
+        ({"capture": "on"}, "must be one of 'auto', 'cuda', 'emulated', 'off'"),
         ({"min_segment_kernels": "3"}, r"'3' \(str\); it must be an integer"),
         ({"min_segment_kernels": True}, r"True \(bool\); it must be an integer"),
         ({"min_segment_kernels": -1}, "must not be negative"),

@@ -37,8 +37,12 @@ def is_static_input(node: Node) -> bool:
 
 
 def is_held(node: Node) -> bool:
-    """Whether a placeholder is an attribute of some object: it is there at the next call, too."""
-    return bool(_ATTRIBUTE.search(source_name(node)))
+    """Whether a placeholder is an attribute of a global object or of ``self``: it is there at the next call, too.
+
+    An attribute of an argument is not: a batch object holds other tensors at each call.
+    """
+    source = source_name(node)
+    return source.startswith(("G[", "L['self']")) and bool(_ATTRIBUTE.search(source))
 
 
 def dotted_path(source: str) -> str:

@@ -68,7 +68,7 @@ def is_inplace_view(call: Recorded) -> bool:
 
 
 def writes_data(call: Recorded) -> bool:
-    """Whether what it writes is more than what a tensor says of itself. (``unsqueeze_`` counts: readers see it.)"""
+    """Whether a reader could see what it writes; the shape that ``unsqueeze_`` changes counts."""
     return op_name(call.op) != "aten::detach_"
 
 

@@ -8,7 +8,7 @@ import torch
 
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower.writer import Code, Writer
-from bcg_compiler.plan import Plan, Step
+from bcg_compiler.plan import Plan
 
 __all__ = ["Captured", "Code", "write_replay"]
 
@@ -37,8 +37,8 @@ class Captured:
 def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename: str) -> Code:
     """Compile the replay function: it takes the graph's arguments in order and returns its results.
 
-    Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or what
-    the last break made. No loop, no module call, no pytree.
+    Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or
+    what the last break made. No loop, no module call, no pytree.
     """
     writer = Writer(graph, plan, direct=True)
     for name, value in captured.bound.items():

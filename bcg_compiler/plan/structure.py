@@ -55,8 +55,9 @@ def structural_key(
     """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
 
     Names of nodes and parameters do not count: values are numbered in the order they are met. ``specs`` are those of
-    values from outside, ``modes`` the mode of each state as text, ``held`` the graphs that higher-order operations run. ``device``, the one that the graph computes on, is
-    named by its role, so that a plan made on one machine is that of another: the key holds within one device.
+    values from outside, ``modes`` the mode of each state as text, ``held`` the graphs that higher-order operations run.
+    ``device``, the one that the graph computes on, is named by its role, so that a plan made on one machine is that of
+    another: the key holds within one device.
     """
     numbers: dict[Node, int] = {}
     symbols = SymbolNames()

@@ -62,6 +62,17 @@ def own(value: Tensor) -> Tensor:
     return copy.copy_(value)
 
 
+def own_inference(value: Tensor) -> Tensor:
+    """A copy as ``own`` makes it, for a value that eager code makes in inference mode."""
+    with torch.inference_mode():
+        return own(value)
+
+
+def is_inference(value: Tensor) -> bool:
+    """Whether eager code makes the value in an inference region of the graph's own."""
+    return value.is_inference() or getattr(value, "bcg_inference", False)
+
+
 def clone_keeps_strides(value: Tensor) -> bool:
     """Whether ``value.clone()`` has the strides of ``value``, as it does for most."""
     return torch.empty_like(value, device="meta").stride() == value.stride()

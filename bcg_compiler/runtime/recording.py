@@ -26,8 +26,8 @@ def record(
 ) -> Code:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
-    Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done. ``bridge_forms`` are the forms that the breaks'
-    results had when the program was warmed up.
+    Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done.
+    ``bridge_forms`` are the forms that the breaks' results had when the program was warmed up.
     """
     values: dict[int, Any] = dict(zip(plan.inputs, args, strict=True))
     slots = {slot.ordinal: memory.Form.of(values[slot.ordinal]).buffer() for slot in plan.slots}
@@ -54,6 +54,13 @@ def record(
     write_backs = {o: _copy(f"a{o}", f"v{o}", slot) for o, slot in slots.items() if o in written}
     captured = Captured(replays, slots | made, bridges, fills, write_backs, results, bound)
     return write_replay(graph, plan, captured, filename)
+
+
+def _own(ordinal: int, value: Tensor) -> str:
+    """The expression that copies a value for the caller."""
+    if memory.is_inference(value):
+        return f"own_inference(v{ordinal})"
+    return f"v{ordinal}.clone()" if memory.clone_keeps_strides(value) else f"own(v{ordinal})"
 
 
 def _copy(target: str, source: str, form: Tensor) -> str:
@@ -89,7 +96,12 @@ class _Results:
         self._slots = slots
         self._made = made
         self._bridges = bridges
-        self._bound: dict[str, Any] = {"own": memory.own, "view_of": memory.view_of, "own_if": self._own_if()}
+        self._bound: dict[str, Any] = {
+            "own": memory.own,
+            "own_inference": memory.own_inference,
+            "own_if": self._own_if(),
+            "view_of": memory.view_of,
+        }
 
     def expressions(self) -> tuple[dict[int, str], dict[str, Any]]:
         """An expression for each returned value that must not be handed out as it is; the objects they use."""
@@ -109,8 +121,8 @@ class _Results:
             elif (owner := self._owner(value)) is not None:
                 found[ordinal] = self._view(ordinal, value, *owner)
             else:
-                found[ordinal] = f"v{ordinal}.clone()" if memory.clone_keeps_strides(value) else f"own(v{ordinal})"
-                if ordinal in self._made and _is_memory(value):
+                found[ordinal] = _own(ordinal, value)
+                if _is_memory(value):
                     shared.setdefault(_storage(value), []).append(ordinal)
         for ordinals in shared.values():
             if len(ordinals) > 1:
@@ -136,7 +148,8 @@ class _Results:
         first = ordinals[0]
         found = {}
         for ordinal in ordinals:
-            value = self._made[ordinal]
+            value = self._made.get(ordinal, self._bridges.get(ordinal))
+            assert isinstance(value, Tensor)
             self._bound[f"form_{ordinal}"] = (value.shape, value.stride(), value.storage_offset(), value.dtype)
             copy = f"(storage_{first} := own_storage(v{first}))" if ordinal == first else f"storage_{first}"
             found[ordinal] = f"in_storage({copy}, *form_{ordinal})"

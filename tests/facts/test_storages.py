@@ -102,14 +102,7 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "dropout that drops nothing": lambda x: F.dropout(x, 0.5, False),
     "dropout of probability 0": lambda x: F.dropout(x, 0.0, True),
 }
-_A_COPY = pytest.mark.xfail(reason="torch makes a copy of it under fake tensors only")
-each_alias = pytest.mark.parametrize(
-    "fn",
-    [
-        pytest.param(fn, id=name, marks=[_A_COPY] if name.startswith("dropout") and "in place" not in name else [])
-        for name, fn in ALIASES.items()
-    ],
-)
+each_alias = pytest.mark.parametrize("fn", ALIASES.values(), ids=ALIASES)
 
 
 @each_alias
@@ -297,7 +290,6 @@ def test_who_draws_random_numbers_is_known(facts_of: Collect, draws: bool, fn: C
     assert draws == any(RANDOM_STATE in node.writes for node in facts.graph.facts.values())
 
 
-@pytest.mark.xfail(reason="a probability of 0 is taken for a dropout that draws nothing")
 def test_bernoulli_of_probability_0_draws(facts_of: Collect) -> None:
     """It draws, and ignores what it drew: the next random number is another one."""
     before = torch.get_rng_state()

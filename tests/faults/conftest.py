@@ -281,7 +281,10 @@ def _same(got: Any, want: Any, what: str) -> None:
             seen, wanted = getattr(got, name), getattr(want, name)
             assert seen == wanted, f"{what}: {name} {seen} instead of {wanted}"
         assert got.is_inference() == want.is_inference(), f"{what}: is_inference {got.is_inference()}"
-        assert got.stride() == want.stride(), f"{what}: strides {got.stride()} instead of {want.stride()}"
+        # Kernels on fakes and real ones may disagree about the stride of a dimension with one element or none.
+        told = [d for d in range(want.dim()) if want.numel() and want.shape[d] > 1]
+        strides = [[t.stride(d) for d in told] for t in (got, want)]
+        assert strides[0] == strides[1], f"{what}: strides {got.stride()} instead of {want.stride()}"
         assert torch.equal(_bits(got), _bits(want)), f"{what}: {got} instead of {want}"
     elif isinstance(want, dict):
         assert list(got) == list(want), f"{what}: keys {list(got)} instead of {list(want)}"

@@ -93,7 +93,6 @@ class _Workspace:
         return self.out.copy_(x * 2)
 
 
-@pytest.mark.xfail(reason="what a break returns is taken for fresh memory: its reader is moved behind the next break")
 def test_result_that_the_next_break_overwrites_is_read_before_it() -> None:
     """A break that returns its own workspace is common. A reader moved behind the next break sees the wrong values
     (vllm-project/vllm#53915).

@@ -123,18 +123,13 @@ def _and_returned(x: Tensor, a: Tensor, b: Tensor) -> None:
     b.add_(write_and_return(x, out=a))
 
 
-NOT_DECLARED = pytest.mark.xfail(
-    raises=bcg.BcgError, reason="mutates_args does not reach the tensors behind *args or **kwargs"
-)
-
-
 @pytest.mark.parametrize(
     "write",
     [
         _into_list,
         _into_dictionary,
-        pytest.param(_into_rest, marks=NOT_DECLARED),
-        pytest.param(_into_keywords, marks=NOT_DECLARED),
+        _into_rest,
+        _into_keywords,
         _and_returned,
     ],
     ids=lambda f: f.__name__[1:],

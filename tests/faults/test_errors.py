@@ -194,7 +194,6 @@ def test_exception_of_any_kind_comes_through_as_it_is(compile_pair: Any, rand: A
     pair(rand(3), "")
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="an exception object that is raised again gets the same note again")
 def test_exception_raised_again_has_one_note(rand: Any) -> None:
     """Libraries raise one object many times: notes must not pile up on it (pytorch/pytorch#117281)."""
     compiled = torch.compile(lambda x: may_raise(x.sin(), "one_object").cos(), backend="bcg", fullgraph=True)

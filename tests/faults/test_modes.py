@@ -148,8 +148,6 @@ def test_mode_that_the_function_leaves_on_stays_on(
     breaks: SimpleNamespace, rand: Any, way: dict[str, Any], leave: Callable[[], Any], request: Any
 ) -> None:
     """A function that switches a mode for its caller still does (pytorch/pytorch#193044)."""
-    if leave is torch.is_grad_enabled:
-        request.applymarker(pytest.mark.xfail(reason="grad mode set by the graph is not left as the graph leaves it"))
 
     def program(x: Tensor) -> Tensor:
         h = breaks.wall(x.sin())
@@ -210,7 +208,6 @@ def test_gradients_and_effects_under_grad_mode(compile_pair: Any, rand: Any, tra
 
 @ONE_FORM
 @pytest.mark.filterwarnings("ignore:bcg. the model was called under grad mode")
-@pytest.mark.xfail(reason="AOTAutograd asks for a backward formula, though the caller may never run backward")
 def test_op_without_a_gradient_runs_under_grad_mode(compile_pair: Any, breaks: SimpleNamespace, rand: Any) -> None:
     """An inference model called without ``no_grad``: eager runs it, and so must the compiled one
     (pytorch/pytorch#193044).
@@ -298,18 +295,12 @@ def test_compiled_function_within_a_vmap(breaks: SimpleNamespace, rand: Any, way
 
 # -- regions that Dynamo keeps as one operation -----------------------------------------------------------------------
 
-HIDDEN_BREAK = pytest.mark.xfail(
-    raises=AssertionError, reason="break functions within a region's own graph are not looked for"
-)
-
 
 @pytest.mark.parametrize("breaks", ["custom_op", "eager_break", "call_with_break"], indirect=True)
 def test_break_within_a_checkpointed_region_is_a_break(
     compile_pair: Any, breaks: SimpleNamespace, rand: Any, request: Any
 ) -> None:
     """A break that the tracer hides within a region of its own was captured with it (pytorch/pytorch#163129)."""
-    if breaks.form != "custom_op":
-        request.applymarker(HIDDEN_BREAK)
 
     def program(x: Tensor) -> Tensor:
         h = torch.utils.checkpoint.checkpoint(lambda y: breaks.wall(y.sin()).cos(), x, use_reentrant=False)
@@ -326,8 +317,6 @@ def test_write_within_a_checkpointed_region_keeps_its_place(
     check: Any, breaks: SimpleNamespace, rand: Any, request: Any
 ) -> None:
     """What the region writes is read after it, by pieces that could run before it (pytorch/pytorch#163129)."""
-    if breaks.form != "custom_op":
-        request.applymarker(HIDDEN_BREAK)
 
     def program(x: Tensor) -> Any:
         h = x + 1

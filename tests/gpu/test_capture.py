@@ -216,8 +216,8 @@ def test_out_of_memory_in_a_capture_runs_eagerly_with_the_reason() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @torch.inference_mode()
 def test_architectures_give_the_bits_of_their_graph(name: str, dtype: torch.dtype) -> None:
-    """Under Dynamo transformers builds other masks than without, and another attention kernel adds in another order: the
-    bits to match are those of Dynamo's graph run as it is.
+    """Under Dynamo transformers builds other masks than without, and another attention kernel adds in another order:
+    the bits to match are those of Dynamo's graph run as it is.
     """
     model = zoo.build(name, device="cuda", dtype=dtype)
     compiled = torch.compile(model.model, backend="bcg")

@@ -63,8 +63,9 @@ def test_prefill_gives_the_bits_of_eager(name: str, dtype: torch.dtype, device: 
     lengths = (*LENGTHS, 70) if name in CHUNKED else LENGTHS
     stats = check_against_eager(zoo.build(name, dtype=dtype, device=device), lengths)
     # Every call went through programs: none was left to Dynamo's own eager fallback.
-    assert stats.graphs > 0 and sum(stats.eager_runs.values()) >= len(lengths)
-    assert set(stats.eager_runs) == {"capture_off"}
+    assert stats.graphs > 0 and sum(stats.eager_runs.values()) + stats.replays >= len(lengths)
+    assert set(stats.eager_runs) <= {"warm_up", "no_segment"}
+    assert stats.replays > 0
     assert stats.recompile_limit_hits == 0
 
 

@@ -249,7 +249,6 @@ def test_a_unit_that_moved_up_is_named() -> None:
     assert moved(program) == {2}
 
 
-@pytest.mark.xfail(reason="only units that moved up count as moved")
 def test_a_unit_that_moved_down_is_named() -> None:
     """As above: S2 stood between the breaks, and is behind both now.
 

@@ -69,7 +69,6 @@ def test_segments_that_compute_something_else_have_other_keys(one: Any, other: A
     assert key(one, x(), x()) != key(other, x(), x())
 
 
-@pytest.mark.xfail(reason="objects that are no plain constants show by their type only")
 @pytest.mark.parametrize(
     "one, other",
     [
@@ -86,7 +85,6 @@ def test_another_memory_format_is_another_key(one: torch.memory_format, other: t
     assert key(clone(one), x()) != key(clone(other), x())
 
 
-@pytest.mark.xfail(reason="the graph within a higher-order op is taken for a value from outside")
 def test_another_graph_within_an_op_is_another_key() -> None:
     """What is checkpointed did not show: two different functions had equal keys."""
 
@@ -261,9 +259,6 @@ def test_equal_layers_are_few_units_however_many(rule: str) -> None:
 
 
 @needs_transformers
-@pytest.mark.xfail(
-    reason="where a decorator takes (*args, **kwargs), the model is args[0], and its paths begin with 0."
-)
 def test_paths_of_modules_begin_at_the_model() -> None:
     """The forward of transformers' Llama is decorated: ``module:model.layers.*`` matched nothing, and plans said
     ``0.model.layers.0``.

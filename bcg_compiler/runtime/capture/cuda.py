@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -69,9 +69,7 @@ class CudaCapture:
 
     @staticmethod
     def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed. Ending it raises, too, once it was invalidated; the first error is the one to see."""
-        try:
+        """End a capture that failed. Ending raises, too, once it was invalidated; the first error is the one to see."""
+        with suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            pass
         graph.reset()

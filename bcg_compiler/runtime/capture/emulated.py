@@ -1,9 +1,9 @@
 """A capture device for any device: records operations without running them, and replays them at fixed addresses.
 
-It shows the faults of a CUDA graph without one: a Python number is frozen, a rebound tensor is read at its old address,
-a result is overwritten by the next replay, an operation that asks the host cannot be captured. How: while a segment is
-recorded its functional operations get results of the right form without values (shape and strides from a fake run), views
-are real views, writes are only noted. A replay runs the notes.
+It shows the faults of a CUDA graph without one: a Python number is frozen, a rebound tensor is read at its old
+address, a result is overwritten by the next replay, an operation that asks the host cannot be captured. How: while a
+segment is recorded its functional operations get results of the right form without values (shape and strides from a
+fake run), views are real views, writes are only noted. A replay runs the notes.
 """
 
 import sys
@@ -50,18 +50,17 @@ _Note = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...], tu
 
 
 def _play(notes: tuple[_Note, ...], device: str) -> None:
-    line = None
-    try:
-        # The casts of autocast were recorded like everything else.
-        with torch.autocast(device, enabled=False):
-            for op, args, kwargs, results, line in notes:
+    # The casts of autocast were recorded like everything else.
+    with torch.autocast(device, enabled=False):
+        for op, args, kwargs, results, line in notes:
+            try:
                 made = op(*args, **kwargs)
-                if results:
-                    for result, value in zip(results, _tensors(made), strict=True):
-                        result.copy_(value)
-    except Exception as error:
-        error.bcg_line = line  # type: ignore[attr-defined]
-        raise
+            except Exception as error:
+                error.bcg_line = line  # type: ignore[attr-defined]
+                raise
+            if results:
+                for result, value in zip(results, _tensors(made), strict=True):
+                    result.copy_(value)
 
 
 def _generated_line() -> tuple[str, int] | None:
@@ -111,8 +110,11 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(f"The size of {func.name()}'s result depends on data") from error
         leaves, structure = tree_flatten(described)
         made = [_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for leaf in made:
+            if isinstance(leaf, torch.Tensor) and torch.is_inference_mode_enabled():
+                leaf.bcg_inference = True  # type: ignore[attr-defined]
         results = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
-        if not results and not written:
+        if not results and not written and returns:
             return func(*args, **kwargs)  # a question about shapes, such as which attention kernel to take
         if func not in _ALLOCATIONS:
             self.notes.append((func, args, kwargs, tuple(results), _generated_line()))
@@ -160,7 +162,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for name in argument.alias_info.before_set:
+            for name in argument.alias_info.before_set or (argument.name,):  # a list of tensors has no alias set
                 found[name] = value
     return found
 
