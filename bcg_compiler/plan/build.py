@@ -65,7 +65,7 @@ class _Builder:
             inputs=tuple(self.ordinals[n] for n in self.graph.module.graph.find_nodes(op="placeholder")),
             outputs=tuple(self.ordinals[n] for n in returned),
             device=self.graph.device,
-            uncaptured=self._uncaptured(steps),
+            uncaptured=self._uncaptured(steps) or self._stale_bridge(steps, in_segments & of_breaks),
             passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
         )
 
@@ -140,6 +140,18 @@ class _Builder:
                 return Reason("reshaped_in_place", f"{facts} changes the shape of a value that other steps use")
             if "aten::as_strided.default" in facts.aten and facts.reads & inputs & seen:
                 return Reason("input_storage", f"{facts} addresses the storage behind an input")
+        return None
+
+    def _stale_bridge(self, steps: Iterable[Step], bridges: Iterable[int]) -> Reason | None:
+        """A bridge that holds a copy of memory which is then written through another value."""
+        of_breaks = [self.graph.facts[self.by_ordinal[n.ordinal]] for s in steps if s.kind == "break" for n in s.nodes]
+        for ordinal in bridges:
+            bridge = self.graph.facts[self.by_ordinal[ordinal]]
+            if not bridge.results & self.graph.written:
+                continue
+            for other in of_breaks:
+                if other.group != bridge.group and other.results & bridge.results & self.graph.written:
+                    return Reason("break_alias", f"{bridge} shares memory with {other}, and it is written")
         return None
 
     def _fixed(self, cuts: Iterable[Cut], unfixed: set[int]) -> set[int]:
