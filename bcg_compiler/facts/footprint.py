@@ -64,7 +64,7 @@ def is_random(call: Recorded) -> bool:
 
 def is_inplace_view(call: Recorded) -> bool:
     """Whether the operation changes shape or strides of its argument and no data, like ``unsqueeze_``."""
-    return isinstance(call.op, torch._ops.OpOverload) and torch.Tag.inplace_view in call.op.tags
+    return isinstance(call.op, torch._ops.OpOverload) and torch.Tag.inplace_view in call.op.tags and writes_data(call)
 
 
 def writes_data(call: Recorded) -> bool:
@@ -128,7 +128,9 @@ def reasons_against_capture(
     scalars = _python_scalars(calls, result)
     for call in calls:
         name, namespace = op_name(call.op), op_name(call.op).partition("::")[0]
-        if device != "cpu" and any(_on_cpu(t) and id(t) not in scalars for t in (*call.reads, *call.results)):
+        # A mask's scalar is copied to the device; elsewhere a Python scalar is an argument of the kernel.
+        exempt = frozenset() if name.startswith("aten::index_put") else scalars
+        if device != "cpu" and any(_on_cpu(t) and id(t) not in exempt for t in (*call.reads, *call.results)):
             add("cpu_compute", f"{name} works on a CPU tensor")
         if name in declared:
             continue
@@ -140,6 +142,9 @@ def reasons_against_capture(
             add("unknown_op", _how_to_declare(f"{name} is a custom op", name))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in _only_tensors((call.reads, call.results))):
             add("unknown_op", f"{name} works on a tensor subclass, whose operations are not seen")
+    if device != "cpu" and _last_name(node) in ("tensor", "as_tensor", "new_tensor"):
+        if any(not _on_cpu(t) for t in _only_tensors(result)):
+            add("cpu_compute", "it copies a tensor made on the host to the device")
     if holds_break(given):
         add("eager_break", "a break function is called inside of it")
     if isinstance(node.target, torch._ops.HigherOrderOperator):

@@ -17,7 +17,7 @@ from bcg_compiler.errors import ReleasedError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Code, Lowered
 from bcg_compiler.options import Options
-from bcg_compiler.plan import Plan
+from bcg_compiler.plan import Plan, PlanNode, Step
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
@@ -51,7 +51,7 @@ class Program:
         self._again = again
         self._lock = threading.RLock()
         self._busy = False
-        self._codes: dict[str, Code] = {}
+        self._lines: dict[str, dict[int, tuple[Step, PlanNode]]] = {}
         self._device: CaptureDevice | None = None
         self._counted = False
         self._never: str | None = None
@@ -81,7 +81,7 @@ class Program:
         with self._lock:
             self._forget_captures()
             self._call = _released  # type: ignore[method-assign,assignment]
-            self._codes.clear()
+            self._lines.clear()
 
     @property
     def source(self) -> str:
@@ -283,22 +283,20 @@ class Program:
 
     def _remember(self, code: Code) -> None:
         """Tracebacks and debuggers show the generated text as if it were a file."""
-        self._codes[code.filename] = code
+        self._lines[code.filename] = code.lines
         lines = code.source.splitlines(keepends=True)
         linecache.cache[code.filename] = (len(code.source), None, lines, code.filename)
         weakref.finalize(self, linecache.cache.pop, code.filename, None)
 
-    def _where(self, error: BaseException) -> Any:
+    def _where(self, error: BaseException) -> tuple[Step, PlanNode] | None:
         trace: TracebackType | None = error.__traceback__
         found = None
         while trace is not None:
-            code = self._codes.get(trace.tb_frame.f_code.co_filename)
-            if code is not None:
-                found = code.lines.get(trace.tb_lineno, found)
+            lines = self._lines.get(trace.tb_frame.f_code.co_filename, {})
+            found = lines.get(trace.tb_lineno, found)
             trace = trace.tb_next
         filename, line = getattr(error, "bcg_line", None) or ("", 0)  # the emulated device's own word
-        code = self._codes.get(filename)
-        return code.lines.get(line, found) if code else found
+        return self._lines.get(filename, {}).get(line, found)
 
     def _say_where(self, error: Exception) -> None:
         """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""

