@@ -142,9 +142,9 @@ def reasons_against_capture(
             add("unknown_op", _how_to_declare(f"{name} is a custom op", name))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in _only_tensors((call.reads, call.results))):
             add("unknown_op", f"{name} works on a tensor subclass, whose operations are not seen")
-    if device != "cpu" and _last_name(node) in ("tensor", "as_tensor", "new_tensor"):
-        if any(not _on_cpu(t) for t in _only_tensors(result)):
-            add("cpu_compute", "it copies a tensor made on the host to the device")
+    from_host = _last_name(node) in ("tensor", "as_tensor", "new_tensor")
+    if device != "cpu" and from_host and not any(_on_cpu(t) for t in _only_tensors(result)):
+        add("cpu_compute", "it copies a tensor made on the host to the device")
     if holds_break(given):
         add("eager_break", "a break function is called inside of it")
     if isinstance(node.target, torch._ops.HigherOrderOperator):
