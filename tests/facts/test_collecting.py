@@ -155,6 +155,35 @@ def test_a_region_that_cannot_be_run_on_fakes_leaves_no_transform_open() -> None
     assert {r.code for f in backend.graph.facts.values() for r in f.uncapturable} == {"unknown_op"}
 
 
+def leaves_autocast_on(graph: torch.fx.Graph, a: torch.fx.Node) -> torch.fx.Node:
+    graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, False))
+    return graph.call_function(torch.mm, (a, a))
+
+
+def leaves_a_transform_open(graph: torch.fx.Graph, a: torch.fx.Node) -> torch.fx.Node:
+    graph.call_function(torch._C._functorch._vmap_increment_nesting, (4, "error"))
+    row = graph.call_function(torch._C._functorch._add_batch_dim, (a, 0, 1))
+    return graph.call_function(torch.sin, (row,))
+
+
+def leaves_grad_switched(graph: torch.fx.Graph, a: torch.fx.Node) -> torch.fx.Node:
+    graph.call_function(torch._C._set_grad_enabled, (not torch.is_grad_enabled(),))
+    return graph.call_function(torch.sin, (a,))
+
+
+@pytest.mark.parametrize("build", [leaves_autocast_on, leaves_a_transform_open, leaves_grad_switched])
+def test_what_a_graph_leaves_open_is_closed(build: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> None:
+    """A part of a region may end a graph."""
+    graph = torch.fx.Graph()
+    a = graph.placeholder("a")
+    a.meta["example_value"] = x()
+    graph.output(build(graph, a))
+    module = GraphModule(nn.Module(), graph)
+    before = state(module, [])
+    collect_facts(module, [x()])
+    assert state(module, []) == before
+
+
 # -- the graph and its arguments ---------------------------------------------------------------------------------------
 
 

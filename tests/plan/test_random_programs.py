@@ -105,15 +105,20 @@ def overlapping(memory: Tensor) -> list[Tensor]:
     return [memory[:4], memory[2:6], memory[8:]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("capture", ["off", "emulated"])
+@pytest.mark.parametrize("seed", range(20))
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
-def test_a_random_program_gives_what_eager_gives(seed: int) -> None:
+def test_a_random_program_gives_what_eager_gives(seed: int, capture: str) -> None:
     """Called with separate arguments first, then with overlapping ones."""
     choose = random.Random(seed)
     module = program(choose)()
-    options = {"min_segment_kernels": choose.choice([0, 1, 2, 5]), "breaks": [lambda facts: facts.op == "sin"]}
+    options = {
+        "capture": capture,
+        "min_segment_kernels": choose.choice([0, 1, 2, 5]),
+        "breaks": [lambda facts: facts.op == "sin"],
+    }
     compiled = torch.compile(module, backend="bcg", fullgraph=True, options=options)
-    for arguments in (separate, overlapping):
+    for arguments in (separate, separate, overlapping, separate):
         expected = run(module, module.forward, arguments)
         for value, wanted in zip(run(module, compiled, arguments), expected, strict=True):
             assert torch.equal(value.nan_to_num(), wanted.nan_to_num())
