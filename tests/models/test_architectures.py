@@ -31,7 +31,7 @@ ARCHITECTURES = (
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
-    torch.compiler.reset()
+    bcg.reset()
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
