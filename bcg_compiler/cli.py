@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 
 #: How many of the bundled lengths are run where ``--calls`` is not given: under a minute for glm5 on two free cores.
-DEFAULT_CALLS = 24
+DEFAULT_CALLS = 12
 
 
 class Dtype(enum.StrEnum):

@@ -1,5 +1,7 @@
 """The structural key of a segment: equal where the same code can run, different everywhere else."""
 
+import enum
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,46 @@ def test_another_graph_within_an_op_is_another_key() -> None:
 
     one, other = checkpointed(lambda a: torch.relu(a) * 2), checkpointed(lambda a: torch.sin(a) * 3)
     assert key(one, x()) != key(other, x())
+
+
+class Side(enum.Enum):
+    LEFT = 1
+    RIGHT = 2
+
+
+@torch.compiler.allow_in_graph
+def shifted(x: Tensor, side: Side) -> Tensor:
+    return x + side.value
+
+
+@pytest.mark.xfail(reason="objects that are no plain constants show by their type only")
+def test_another_member_of_an_enum_is_another_key() -> None:
+    """``Side.LEFT`` and ``Side.RIGHT`` had equal keys."""
+
+    def to(side: Side) -> Callable[[Tensor], Tensor]:
+        return lambda a: shifted(a, side) * 2
+
+    options = {"capturable": [f"{shifted.__module__}.shifted"]}
+    assert key(to(Side.LEFT), x(), options=options) != key(to(Side.RIGHT), x(), options=options)
+
+
+@pytest.mark.xfail(reason="the graph within a higher-order op shows as its code, which holds names of variables")
+def test_names_of_variables_within_a_higher_order_op_do_not_show() -> None:
+    """The key, and with it the hash of the plan, changed when a variable around a checkpoint was renamed."""
+
+    def one(a: Tensor) -> Tensor:
+        before = a + 1
+        return torch.utils.checkpoint.checkpoint(torch.relu, before, use_reentrant=False)
+
+    def other(a: Tensor) -> Tensor:
+        renamed = a + 1
+
+        def body(value: Tensor) -> Tensor:
+            return torch.relu(value)
+
+        return torch.utils.checkpoint.checkpoint(body, renamed, use_reentrant=False)
+
+    assert key(one, x()) == key(other, x())
 
 
 ARGUMENTS = {
@@ -268,9 +310,10 @@ def test_paths_of_modules_begin_at_the_model() -> None:
 @needs_transformers
 @pytest.mark.nightly
 def test_61_layers_of_deepseek_v3_are_four_units(record_property: Callable[[str, Any], None]) -> None:
-    """One break for each layer of experts; the plan of the whole model is deterministic."""
+    """Two breaks for each layer of experts; the plan of the whole model is deterministic."""
+    start = time.process_time()
     plan = plan_of_model("deepseek_v3", 61)
-    record_property("steps", len(plan.steps))
-    assert (len(plan.segments), len(plan.breaks), plan.unique_units) == (61, 60, 4)
-    assert plan.reasons()["host_sync"] == 60
+    record_property("seconds", time.process_time() - start)  # for people: the clock decides nothing
+    assert (len(plan.segments), len(plan.breaks), plan.unique_units) == (121, 120, 4)
+    assert plan.reasons()["host_sync"] == 120
     assert plan_hash(plan_of_model("deepseek_v3", 61)) == plan_hash(plan)
