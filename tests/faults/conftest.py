@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The ways to run that every fault must stay away from. One kernel makes a segment, so that small tests have segments.
 WAYS = {
     "off": {"capture": "off", "min_segment_kernels": 1},
-    "emulated": {"capture": "auto", "min_segment_kernels": 1},
+    "captured": {"capture": "auto", "min_segment_kernels": 1},
 }
 
 #: The names of the break bodies that ran, in order.
@@ -50,7 +50,16 @@ def _clean() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=WAYS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test in all ways, or in those that its module names in ``WAYS``.
+
+    The first call of a shape runs eagerly where the later ones are captured: that way alone shows most faults of both.
+    """
+    if "way" in metafunc.fixturenames:
+        metafunc.parametrize("way", getattr(metafunc.module, "WAYS", tuple(WAYS)), indirect=True)
+
+
+@pytest.fixture
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The options of one way to run."""
     return WAYS[request.param]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 Body = Callable[[SimpleNamespace, Tensor, Tensor, Tensor], Any]

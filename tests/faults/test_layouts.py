@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 #: From 192 numbers to a tensor of shape [6, 8].

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import bcg_compiler as bcg
 
+WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["eager_break"], indirect=True)
 
 

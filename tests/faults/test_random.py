@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+WAYS = ("captured",)
+
 Body = Callable[..., Any]
 
 
@@ -71,7 +73,7 @@ LENGTHS = (6, 10, 12, 4)
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__[1:])
 @pytest.mark.parametrize(
     ("breaks", "dynamic"),
-    [("custom_op", None), ("custom_op", True), ("eager_break", None), ("call_with_break", True)],
+    [("custom_op", None), ("custom_op", True), ("eager_break", None)],
     indirect=["breaks"],
 )
 def test_sizes_cross_breaks(
