@@ -195,6 +195,26 @@ class BoundBreak:
             return lambda *args, **kwargs: (fn(*args, **kwargs),)
         return self._flat(fn, structure)
 
+    def at_capture(self) -> Callable[..., Any]:
+        """What stands in for the body while a program is captured: the barrier, then the stub.
+
+        Gives the stub's results as a flat list, ``None`` if it returned nothing.
+        """
+
+        def stand_in(*args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
+            if self.spec.barrier is not None:
+                self.spec.barrier()
+            if self.spec.capture_stub is None:
+                return None
+            leaves: list[torch.Tensor] = []
+            result = self.spec.capture_stub(*self._receiver(), *args, **kwargs)
+            structure = _describe(self.spec.name, result, leaves)
+            if result is not None:
+                self._check_result(structure, leaves)
+            return leaves or None
+
+        return stand_in
+
     def _flat(self, fn: Callable[..., Any], structure: Any) -> Callable[..., Any]:
         def flat(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
             leaves: list[torch.Tensor] = []
@@ -246,8 +266,10 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
     ``fake``              function of the same arguments which returns empty tensors of the result's shapes and
                           dtypes, or an argument itself where the result is one. Not needed by a break that returns
                           nothing.
-    ``capture_stub``      called in place of the body while a program is captured, to fill the result buffers.
-    ``barrier``           called once before the stub at capture, to line up ranks.
+    ``capture_stub``      called with the body's arguments in its place while a program is captured: it may fill
+                          buffers that the graph allocated, and what it returns fills those of the break's results.
+                          Never the caller's memory (a KV cache): a capture has no effects.
+    ``barrier``           called before the stub at each capture and at no replay, to line up ranks.
     ``writes_every_row``  the body writes all rows of its results, padded ones too: the runner need not zero them.
     ``reads_live_rows``   the body reads only the live rows, so padding cannot reach its results.
 

@@ -32,6 +32,15 @@ class BreakResultError(BcgError, RuntimeError):
     """A break returned something of another shape, dtype or device than when its program was captured."""
 
 
+class SegmentError(BcgError, RuntimeError):
+    """A segment could not be captured; the cause says why. Never reaches the user: the node becomes a break."""
+
+    def __init__(self, step: int, given: tuple[object, ...]) -> None:
+        super().__init__(f"Segment {step} could not be captured.")
+        self.step = step
+        self.given = given
+
+
 class ContextError(BcgError, LookupError):
     """The forward context, or a field of it, was read where none is set."""
 

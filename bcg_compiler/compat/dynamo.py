@@ -85,6 +85,23 @@ def user_frame(node: Node) -> tuple[str, int, str] | None:
     return found
 
 
+def streams_of(node: Node) -> frozenset[int] | None:
+    """Which streams and events a node orders, by Dynamo's numbers (0 is the caller's stream); ``None`` if it does not.
+
+    Dynamo leaves ``with torch.cuda.stream(s)`` out of its graph, and keeps what waits or records: as operations of the
+    namespace ``streams``, or as methods of an object looked up by number.
+    """
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "streams":
+        return frozenset(arg for arg in node.args if isinstance(arg, int))
+    looked_up = [n for n in (node, *node.all_input_nodes) if is_stream_lookup(n)]
+    return frozenset(int(n.args[0]) for n in looked_up) if looked_up else None  # type: ignore[arg-type]
+
+
+def is_stream_lookup(node: Node) -> bool:
+    """Whether a node only gets hold of a stream or an event, and orders nothing."""
+    return getattr(node.target, "__name__", "") == "get_external_object_by_index"
+
+
 def is_whole_frame(module: GraphModule) -> bool:
     """Whether the graph holds all of the user's function, as far as Dynamo says: it neither ends at a graph break nor
     resumes after one.

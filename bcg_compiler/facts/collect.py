@@ -30,7 +30,7 @@ from bcg_compiler.compat.recorder import OpRecorder, Recorded
 from bcg_compiler.facts import footprint, known_ops
 from bcg_compiler.facts.graph import AnnotatedGraph
 from bcg_compiler.facts.modes import ModeTracker, is_functorch_node, is_mode_node, nesting_change
-from bcg_compiler.facts.node import FENCE, RANDOM_STATE, WORLD, NodeFacts, Reason, Source, TensorSpec
+from bcg_compiler.facts.node import FENCE, RANDOM_STATE, STREAMS, WORLD, NodeFacts, Reason, Source, TensorSpec
 from bcg_compiler.facts.sizes import Symbols
 
 
@@ -143,9 +143,11 @@ class _Collector:
         before = self.roots.known
         recorder = OpRecorder()
         failure: Reason | None = None
+        streams = dynamo.streams_of(node)
         try:
             with recorder:
-                result = _described(node, self.mode) if _reads_a_number(node) else self._call(node)
+                known = streams is not None or _reads_a_number(node)
+                result = _described(node, self.mode) if known else self._call(node)
         except Exception as error:
             # Whatever cannot be run on fakes is run for real in a break; Dynamo's own value describes the result.
             failure = Reason(
@@ -168,7 +170,11 @@ class _Collector:
             writes |= {WORLD, RANDOM_STATE}
         if any(footprint.is_random(call) for call in calls):
             writes |= {RANDOM_STATE}
-        if self._is_unknown_state(node, calls, result):
+        if streams is not None:
+            failure = Reason("side_stream", f"it orders work on streams {_listed(streams)}, which a replay would not")
+            if not dynamo.is_stream_lookup(node):
+                writes |= {STREAMS}
+        elif self._is_unknown_state(node, calls, result):
             writes |= {FENCE}
         tensors = _tensors(result)
         for tensor in tensors:
@@ -354,7 +360,7 @@ def _with_outside_effects(facts: dict[Node, NodeFacts], roots: _Roots) -> dict[N
     if written & (roots.outside - roots.parameters):
         merged = roots.outside - roots.parameters
     shared = ((roots.outside & written) | roots.buffers | merged | roots.reachable) - roots.parameters
-    fenced = FENCE in written
+    fences = written & {FENCE, STREAMS}
 
     def widen(touched: frozenset[int]) -> frozenset[int]:
         return touched | merged if touched & merged else touched
@@ -365,8 +371,7 @@ def _with_outside_effects(facts: dict[Node, NodeFacts], roots: _Roots) -> dict[N
             writes |= {WORLD}
         if reads & shared:
             reads |= {WORLD}
-        if fenced:
-            reads |= {FENCE}
+        reads |= fences
         return f if (reads, writes) == (f.reads, f.writes) else replace(f, reads=reads, writes=writes)
 
     return {node: completed(f) for node, f in facts.items()}
@@ -430,6 +435,10 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _listed(numbers: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def _first(error: Exception) -> str:

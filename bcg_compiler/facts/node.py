@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 RANDOM_STATE = -1  # the generators' state: order of random operations
 WORLD = -2  # what an opaque break may touch besides its arguments
 FENCE = -3  # everything: an operation that sets state nobody here understands
+STREAMS = -4  # the order of work on streams: an operation that waits for one, or records an event
 
 
 @dataclass(frozen=True)

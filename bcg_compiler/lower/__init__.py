@@ -3,10 +3,12 @@
 ``emit``     statements of Python for the nodes of a step
 ``writer``   lines of source text that know which node they are for
 ``program``  a function for each segment, and the flat function over all steps, eagerly
+``stubs``    what a capture does in place of break functions
 ``replay``   the flat function over replays and breaks of one capture
 """
 
-from bcg_compiler.lower.program import Lowered, lower
+from bcg_compiler.lower.program import Lowered, lower, lower_prefix
 from bcg_compiler.lower.replay import Captured, Code, write_replay
+from bcg_compiler.lower.stubs import Stub
 
-__all__ = ["Captured", "Code", "Lowered", "lower", "write_replay"]
+__all__ = ["Captured", "Code", "Lowered", "Stub", "lower", "lower_prefix", "write_replay"]

@@ -16,7 +16,7 @@ from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import ModeState
 
 #: The text's own names; those of builtins it uses, too (torch.ops.aten.slice must not hide slice).
-_OWN_NAME = re.compile(r"[va]\d+|(segment|bridge|replay|fixed)_\d+|program|make|warm_up|note|replay")
+_OWN_NAME = re.compile(r"[va]\d+|(segment|bridge|replay|fixed|stub)_\d+|program|make|warm_up|note|replay")
 _PLAIN = (int, bool, str, type(None), type(Ellipsis))
 
 
@@ -68,7 +68,7 @@ class Namespace:
 
 
 class Emitter:
-    """Writes statements for nodes; values are named ``v<ordinal>``. ``direct``: breaks without their checks."""
+    """Writes statements for nodes; values are named ``v<ordinal>``. ``of_break`` gives what is called for a break."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Emitter:
         constants: Mapping[Node, Any],
         modes: Mapping[Node, ModeState],
         mode_nodes: Mapping[int, Node],
-        direct: bool,
+        of_break: Callable[[BoundBreak], Callable[..., Any]],
     ) -> None:
         self.namespace = namespace
-        self._direct = direct
+        self._of_break = of_break
         self._ordinals = ordinals
         self._constants = constants
         self._modes = modes
@@ -136,8 +136,8 @@ class Emitter:
             assert module is not None
             target = module.get_submodule(str(target))
         hint = _hint(target)
-        if self._direct and isinstance(target, BoundBreak):
-            target = target.direct()
+        if isinstance(target, BoundBreak):
+            target = self._of_break(target)
         return f"{self.namespace.bind(target, hint)}({', '.join(args + kwargs)})"
 
     def _with_items(self, mode: ModeState) -> str:

@@ -1,10 +1,11 @@
 """Writes the eager form of a plan: one function for each segment, and the flat function over all steps."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower.stubs import Stub, write_stubs
 from bcg_compiler.lower.writer import Code, Writer
 from bcg_compiler.plan import Plan, Step
 
@@ -14,17 +15,19 @@ class Lowered:
     """A plan as code.
 
     ``run``       the flat function: takes the graph's arguments in order, returns its results
-    ``warm_up``   the same with one more argument before them: it is called with the ordinal and the value of each
-                  bridge, whose form a capture needs
+    ``warm_up``   the same with one more argument before them: it is called with the ordinal and the value of all that
+                  a capture needs the form of: bridges, and what stubs are given of other breaks
     ``segments``  by the index of their step
     ``fixed``     for each break with nodes that a capture does once: the function that does them on ``inputs``
+    ``stubs``     for each break that brings some: what a capture does in place of its functions
     """
 
     run: Callable[..., Any]
     warm_up: Callable[..., Any]
     segments: dict[int, Callable[..., Any]]
     fixed: dict[int, "Fixed"]
-    code: Code
+    stubs: dict[int, list[Stub]]
+    codes: tuple[Code, ...]
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,14 @@ class Fixed:
 def lower(graph: AnnotatedGraph, plan: Plan, filename: str) -> Lowered:
     """Compile the code of ``plan``. All that it refers to is bound in a closure: no look-up by name, no module call."""
     writer = Writer(graph, plan)
+    stubs, stub_code = write_stubs(graph, plan, filename.replace("program", "stubs"))
+    known = {*plan.inputs, *plan.bridges, *(o for step in plan.steps for o in step.fixed)}
+    known |= {o for step in plan.segments for o in step.outputs}
+    noted = {o for of_step in stubs.values() for stub in of_step for o in stub.inputs} - known
     for step in plan.segments:
         _write_segment(writer, step)
-    _write_program(writer, "program", note="")
-    _write_program(writer, "warm_up", note="note")
+    _write_program(writer, "program")
+    _write_program(writer, "warm_up", noted)
     fixed_inputs = {step.index: _write_fixed(writer, step) for step in plan.breaks if step.fixed}
     segments = ", ".join(f"{step.index}: {segment_name(step)}" for step in plan.segments)
     fixed = ", ".join(f"{index}: fixed_{index}" for index in fixed_inputs)
@@ -50,7 +57,16 @@ def lower(graph: AnnotatedGraph, plan: Plan, filename: str) -> Lowered:
     run, warm_up, by_index, fixed_by_index = code.made
     outputs = {step.index: step.fixed for step in plan.breaks}
     made = {i: Fixed(fixed_by_index[i], inputs, outputs[i]) for i, inputs in fixed_inputs.items()}
-    return Lowered(run, warm_up, by_index, made, code)
+    return Lowered(run, warm_up, by_index, made, stubs, (code,) if stub_code is None else (code, stub_code))
+
+
+def lower_prefix(graph: AnnotatedGraph, plan: Plan, step: Step, count: int) -> Callable[..., None]:
+    """The first ``count`` nodes of a segment as a function of the segment's arguments: to find the one that fails."""
+    writer = Writer(graph, plan)
+    part = replace(step, nodes=step.nodes[:count], outputs=())
+    _write_segment(writer, part)
+    run: Callable[..., None] = writer.compile(f"<bcg prefix of segment {step.index}>", segment_name(part)).made
+    return run
 
 
 def segment_name(step: Step) -> str:
@@ -77,9 +93,9 @@ def _write_fixed(writer: Writer, step: Step) -> tuple[int, ...]:
     return inputs
 
 
-def _write_program(writer: Writer, name: str, note: str) -> None:
+def _write_program(writer: Writer, name: str, noted: Container[int] | None = None) -> None:
     plan = writer.plan
-    arguments = ([note] if note else []) + writer.names(plan.inputs)
+    arguments = (["note"] if noted is not None else []) + writer.names(plan.inputs)
     writer.line(f"    def {name}({', '.join(arguments)}):")
     for step in plan.steps:
         if step.kind == "segment":
@@ -87,11 +103,11 @@ def _write_program(writer: Writer, name: str, note: str) -> None:
             call = f"{segment_name(step)}({', '.join(writer.names(step.inputs))})"
             writer.line(f"        {results} = {call}" if results else f"        {call}", step, step.nodes[0])
         else:
-            writer.statements(step, "        ")
-            for ordinal in step.outputs if note else ():
+            writer.statements(step, "        ", noted=noted or ())
+            for ordinal in step.outputs if noted is not None else ():
                 if ordinal in plan.bridges:
-                    given = "".join(f"{name}, " for name in writer.names(step.inputs))
-                    writer.line(f"        {note}({ordinal}, v{ordinal}, ({given}))")
+                    given = "".join(f", {name}" for name in writer.names(step.inputs))
+                    writer.line(f"        note({ordinal}, v{ordinal}{given})")
         if step.frees:
             writer.line(f"        del {', '.join(writer.names(step.frees))}")
     writer.leave_modes("        ")

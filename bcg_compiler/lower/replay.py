@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower.writer import Code, Writer
 from bcg_compiler.plan import Plan
@@ -40,7 +41,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or
     what the last break made. No loop, no module call, no pytree.
     """
-    writer = Writer(graph, plan, direct=True)
+    writer = Writer(graph, plan, of_break=BoundBreak.direct)
     for name, value in captured.bound.items():
         writer.namespace.objects[name] = value
     for ordinal, value in captured.values.items():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower.emit import Emitter, Namespace
 from bcg_compiler.plan import Plan, PlanNode, Step
@@ -27,10 +28,19 @@ class Code:
     lines: dict[int, tuple[Step, PlanNode]]
 
 
-class Writer:
-    """Collects the body of one ``make`` function; everything that the text refers to is bound in its closure."""
+def _itself(target: BoundBreak) -> BoundBreak:
+    return target
 
-    def __init__(self, graph: AnnotatedGraph, plan: Plan, direct: bool = False) -> None:
+
+class Writer:
+    """Collects the body of one ``make`` function; everything that the text refers to is bound in its closure.
+
+    ``of_break`` gives what the text calls for a break: by default the break itself, with its checks.
+    """
+
+    def __init__(
+        self, graph: AnnotatedGraph, plan: Plan, of_break: Callable[[BoundBreak], Callable[..., Any]] = _itself
+    ) -> None:
         facts = {**graph.input_facts, **graph.facts}
         self.graph = graph
         self.plan = plan
@@ -42,7 +52,7 @@ class Writer:
             graph.constants,
             {node: f.mode for node, f in graph.facts.items()},
             graph.mode_nodes,
-            direct,
+            of_break,
         )
         self._text: list[str] = []
         self._lines: dict[int, tuple[Step, PlanNode]] = {}
@@ -53,8 +63,13 @@ class Writer:
         if step is not None and node is not None:
             self._lines[len(self._text)] = (step, node)
 
-    def statements(self, step: Step, indent: str, which: Container[int] | None = None) -> None:
-        """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given."""
+    def statements(
+        self, step: Step, indent: str, which: Container[int] | None = None, noted: Container[int] = ()
+    ) -> None:
+        """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given.
+
+        The values of ``noted`` are handed to ``note`` as soon as they are made.
+        """
         plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
         nodes = [self.nodes[n.ordinal] for n in plan_nodes]
         kept = [self.nodes[ordinal] for ordinal in (*step.outputs, *step.fixed)]
@@ -66,6 +81,9 @@ class Writer:
                 where = (plan_node.module, plan_node.source)
                 text = f"{text}  # {plan_node.module or '.'} {plan_node.source or ''}".rstrip()
             self.line(text, step, plan_node)
+            if plan_node is not None and plan_node.ordinal in noted and not text.lstrip().startswith("del "):
+                deeper = text[: len(text) - len(text.lstrip())]
+                self.line(f"{deeper}note({plan_node.ordinal}, v{plan_node.ordinal})")
 
     def leave_modes(self, indent: str) -> None:
         """Leave the grad mode that the graph itself leaves behind."""

@@ -34,6 +34,11 @@ class Form(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
 
 
+def stand_in(form: object) -> object:
+    """A value that looks like what was noted: a buffer without values, or the number itself."""
+    return form.buffer() if isinstance(form, Form) else form
+
+
 def fill_slot(slot: Tensor, value: Tensor) -> None:
     """Copy an argument into its slot, or back, where a plain copy will not do."""
     if value.numel() == 0:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bcg_compiler.compat.addresses import same_addresses
-from bcg_compiler.errors import ReleasedError
+from bcg_compiler.errors import ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Code, Lowered
 from bcg_compiler.options import Options
@@ -22,6 +22,7 @@ from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
 from bcg_compiler.runtime.recording import record
+from bcg_compiler.runtime.trial import find_uncapturable
 
 _numbers = itertools.count()
 
@@ -57,7 +58,7 @@ class Program:
         self._never: str | None = None
         self._last: _Last | None = None
         self._replays: dict[Any, Code] = {}
-        self._warm: dict[Any, dict[int, memory.Form]] = {}
+        self._warm: dict[Any, dict[int, Any]] = {}
         self._watched: list[weakref.ref[Any]] = []
         self._take(compiled)
 
@@ -86,7 +87,7 @@ class Program:
     @property
     def source(self) -> str:
         """The generated text of the eager program."""
-        return self._compiled.lowered.code.source
+        return self._compiled.lowered.codes[0].source
 
     @property
     def replay_sources(self) -> list[str]:
@@ -98,6 +99,9 @@ class Program:
     def _call(self, args: tuple[Any, ...]) -> Any:
         if self._never is not None:
             return self._eagerly(self._never, args)
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            # The caller's graph would hold memory of ours, and a capture cannot start inside of one.
+            return self._eagerly("outer_capture", args)
         shape = self._shape_key(args) if self._open else None
         last = self._last
         if last is not None and shape == last.shape and same_addresses(args, last.addresses, self._statics):
@@ -142,10 +146,10 @@ class Program:
 
     def _warm_up(self, shape: Any, args: tuple[Any, ...]) -> Any:
         """The first call of a shape is the user's own: it runs eagerly, and what its breaks make is noted."""
-        forms: dict[int, memory.Form] = {}
+        forms: dict[int, Any] = {}
 
-        def note(ordinal: int, value: Any, given: tuple[Any, ...]) -> None:
-            forms[ordinal] = memory.Form.of(value)
+        def note(ordinal: int, value: Any, *given: Any) -> None:
+            forms[ordinal] = memory.Form.of(value) if isinstance(value, torch.Tensor) else value
             if any(memory.share_storage(value, other) for other in given):
                 self._never = "break_alias"
 
@@ -164,14 +168,14 @@ class Program:
         compiled = self._compiled
         filename = f"<bcg replay {next(_numbers)}>"
         try:
-            code = record(compiled.graph, compiled.plan, compiled.lowered, self._device, args, forms, filename)
+            try:
+                code = record(compiled.graph, compiled.plan, compiled.lowered, self._device, args, forms, filename)
+            except SegmentError as failed:
+                self._mark_failed(failed)
+                return None
         except torch.OutOfMemoryError:
             self._forget_captures()
             self._never = "out_of_memory"
-            return None
-        except Exception as error:
-            self._forget_captures()
-            self._mark_failed(error)
             return None
         self._remember(code)
         again = any(shape == key[0] for shape, _ in self._replays)
@@ -191,17 +195,24 @@ class Program:
             return CudaCapture(device)
         return EmulatedCapture(device)
 
-    def _mark_failed(self, error: Exception) -> None:
+    def _mark_failed(self, failed: SegmentError) -> None:
         """A node could not be captured: it becomes a break, and everything else is captured all the same."""
-        found = self._where(error)
-        if found is None:
-            self._never = "capture_failed"
-            return
-        _, node = found
-        graph = self._compiled.graph
-        fx_node = next(n for n, f in graph.facts.items() if f.ordinal == node.ordinal)
+        assert self._device is not None
+        error = failed.__cause__
+        assert isinstance(error, Exception)
+        named, graph = self._where(error), self._compiled.graph
+        found = find_uncapturable(
+            graph,
+            self.plan,
+            self.plan.steps[failed.step],
+            self._device,
+            failed.given,
+            named[1].ordinal if named else None,
+        )
+        self._forget_captures()
+        fx_node = next((n for n, f in graph.facts.items() if found and f.ordinal == found.ordinal), None)
         text = str(error).strip().splitlines() or ["no message"]
-        if not graph.mark(fx_node, "capture_failed", f"{type(error).__name__}: {text[0]}"):
+        if fx_node is None or not graph.mark(fx_node, "capture_failed", f"{type(error).__name__}: {text[0]}"):
             self._never = "capture_failed"
             return
         self._take(self._again(graph))
@@ -227,10 +238,12 @@ class Program:
             if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
         ]
         self._open = bool(self._sizes or self._symbolic)
+        self._on_cuda = plan.device.startswith("cuda")
         self._written = [positions[o] for o in plan.written_inputs]
         self._tensors = [positions[o] for o in plan.inputs if values[o].specs]
         self._slotted = [positions[slot.ordinal] for slot in plan.slots]
-        self._remember(compiled.lowered.code)
+        for code in compiled.lowered.codes:
+            self._remember(code)
 
     def _shape_key(self, args: tuple[Any, ...]) -> Any:
         """What a capture is made for: the sizes that the graph leaves open. Dynamo guards everything else."""

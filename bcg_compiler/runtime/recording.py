@@ -1,6 +1,6 @@
 """One capture of a program: for one set of shapes and one set of addresses."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bcg_compiler.compat.fake import storage_key
+from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.lower import Captured, Code, Lowered, write_replay
+from bcg_compiler.lower import Captured, Code, Lowered, Stub, write_replay
 from bcg_compiler.plan import Plan
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.capture import CaptureDevice, Replay
@@ -21,13 +22,14 @@ def record(
     lowered: Lowered,
     device: CaptureDevice,
     args: Sequence[Any],
-    bridge_forms: Mapping[int, memory.Form],
+    forms: Mapping[int, memory.Form],
     filename: str,
 ) -> Code:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
-    Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done.
-    ``bridge_forms`` are the forms that the breaks' results had when the program was warmed up.
+    Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done, and their
+    stubs. ``forms`` are what the breaks' results looked like when the program was warmed up. Raises ``SegmentError``
+    where a segment could not be captured; whatever else is raised is of a stub, a barrier or an allocation.
     """
     # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
     values: dict[int, Any] = {
@@ -35,21 +37,29 @@ def record(
     }
     slots = {slot.ordinal: memory.Form.of(values[slot.ordinal]).buffer() for slot in plan.slots}
     values.update(slots)
-    bridges = {ordinal: bridge_forms[ordinal].buffer() for ordinal in plan.bridges}
+    callers = {storage_key(v) for o, v in values.items() if isinstance(v, Tensor) and o not in slots}
+    bridges = {ordinal: forms[ordinal].buffer() for ordinal in plan.bridges}
     values.update(bridges)
     made: dict[int, Any] = {}
     replays: dict[int, Replay] = {}
-    with device.session(), torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+    with capturing(device):
         for step in plan.steps:
             if step.kind == "segment":
                 given = tuple(values[o] for o in step.inputs if o in values)
-                result, replays[step.index] = device.capture(lowered.segments[step.index], given)
+                try:
+                    result, replays[step.index] = device.capture(lowered.segments[step.index], given)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    raise SegmentError(step.index, given) from error
                 results = (result,) if len(step.outputs) == 1 else result or ()
                 made.update(zip(step.outputs, results, strict=True))
             elif step.index in lowered.fixed:
                 fixed = lowered.fixed[step.index]
                 made.update(zip(fixed.outputs, fixed.run(*(values[o] for o in fixed.inputs)), strict=True))
             values.update(made)
+            for stub in lowered.stubs.get(step.index, ()):
+                _stand_in(stub, values, forms, bridges, callers)
     results, bound = _Results(plan, dict(zip(plan.inputs, args, strict=True)), slots, made, bridges).expressions()
     bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge}
     fills = {o: _copy(f"v{o}", f"a{o}", slot) for o, slot in slots.items()}
@@ -57,6 +67,32 @@ def record(
     write_backs = {o: _copy(f"a{o}", f"v{o}", slot) for o, slot in slots.items() if o in written}
     captured = Captured(replays, slots | made, bridges, fills, write_backs, results, bound)
     return write_replay(graph, plan, captured, filename)
+
+
+def _stand_in(
+    stub: Stub,
+    values: Mapping[int, Any],
+    forms: Mapping[int, Any],
+    bridges: Mapping[int, Tensor],
+    callers: Container[int | None],
+) -> None:
+    """Do what a break brings for capture. It must not be seen in the caller's memory: a capture has no effects."""
+    given = [values[o] if o in values else memory.stand_in(forms[o]) for o in stub.inputs]
+    watched = [(t, t._version) for t in given if isinstance(t, Tensor) and storage_key(t) in callers and _counts(t)]
+    made = stub.run(*given)
+    if any(tensor._version != version for tensor, version in watched):
+        raise BreakMutationError(
+            f"The capture_stub of break {stub.name!r} wrote into memory of the caller's. A capture has no effects: "
+            f"let the stub write only what the graph itself allocates, or nothing."
+        )
+    if made is not None:
+        for position, ordinal in stub.items:
+            if ordinal in bridges:
+                memory.fill_bridge(bridges[ordinal], made[position])
+
+
+def _counts(tensor: Tensor) -> bool:
+    return not tensor.is_inference()  # inference tensors carry no version
 
 
 def _own(ordinal: int, value: Tensor) -> str:
@@ -73,12 +109,16 @@ def _copy(target: str, source: str, form: Tensor) -> str:
 
 
 @contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps casts of weights until its region ends: a recorded address of one would be read after that."""
+def capturing(device: CaptureDevice) -> Iterator[None]:
+    """A session of ``device`` in the modes that a capture needs, whatever those of the call are.
+
+    Autocast keeps casts of weights until its region ends: a recorded address of one would be read after that.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with device.session(), torch.inference_mode(False), torch.no_grad():
+            yield
     finally:
         torch.set_autocast_cache_enabled(before)
 

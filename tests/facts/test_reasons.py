@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 
-from bcg_compiler.facts.node import RANDOM_STATE, WORLD
+from bcg_compiler.facts import collect_facts
+from bcg_compiler.facts.node import RANDOM_STATE, STREAMS, WORLD
 
 Collect = Callable[..., Any]
 
@@ -299,3 +301,30 @@ def test_waiting_for_a_collective_gives_the_tensor_itself(facts_of: Collect, pro
     real = x()
     assert fn(real).data_ptr() == real.data_ptr()
     assert facts_of(fn, x()).aliases == [True]
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_orders_work_on_streams_is_a_break_that_nothing_crosses() -> None:
+    """A replay of a recorded wait waits for nothing: work of the caller's on that stream could come too late.
+
+    The graph is what Dynamo makes of ``side.wait_stream(current)`` and ``current.wait_event(event)`` on a GPU.
+    """
+    graph = torch.fx.Graph()
+    a = graph.placeholder("a")
+    a.meta["example_value"] = x()
+    first = graph.call_function(torch.sin, (a,))
+    current, side = (graph.call_function(get_external_object_by_index, (i,)) for i in (0, 1))
+    graph.call_method("wait_stream", (side, current))
+    second = graph.call_function(torch.cos, (a,))
+    graph.call_function(torch.ops.streams.wait_event.default, (2, 0))
+    graph.output((graph.call_function(torch.add, (first, second)),))
+    found = collect_facts(torch.fx.GraphModule(torch.nn.Module(), graph), [x()])
+    facts = {f.op: f for f in found.facts.values()}
+    reasons = {op: [reason.code for reason in f.uncapturable] for op, f in facts.items()}
+    assert reasons[".wait_stream"] == reasons["streams::wait_event.default"] == ["side_stream"]
+    assert facts[".wait_stream"].uncapturable[0].text == "it orders work on streams 0, 1, which a replay would not"
+    assert reasons["sin"] == reasons["cos"] == reasons["add"] == []
+    assert all(STREAMS in facts[op].reads for op in ("sin", "cos", "add"))
+    assert STREAMS not in facts["get_external_object_by_index"].writes

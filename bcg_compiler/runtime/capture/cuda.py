@@ -2,6 +2,8 @@
 
 import gc
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 
 from bcg_compiler.compat.addresses import current_raw_stream
-from bcg_compiler.runtime.capture.protocol import Replay
+from bcg_compiler.compat.cuda_graphs import StreamPool, mend
+from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
 
 
 class _Lane:
@@ -22,7 +25,8 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.lock = threading.Lock()  # one capture at a time
+        self.pool = StreamPool(device)
+        self.lock = threading.RLock()  # one capture at a time; what a stub calls may be captured in between
         self.last_stream: torch.cuda.Stream | None = None
         self.last_raw = -1
 
@@ -37,7 +41,8 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._lane = _lanes.setdefault(device.index, _Lane(device))
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._elsewhere: set[torch.cuda.Stream] = set()  # streams of captures that are not ours
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -48,6 +53,7 @@ class CudaCapture:
             gc.disable()
             try:
                 self._lane.stream.wait_stream(current)
+                self._elsewhere = self._lane.pool.capturing()
                 with torch.cuda.stream(self._lane.stream):
                     yield
                 current.wait_stream(self._lane.stream)
@@ -62,11 +68,15 @@ class CudaCapture:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = segment(*args)
+            forked = self._lane.pool.capturing() - self._elsewhere - {self._lane.stream}
+            if forked:
+                names = ", ".join(str(stream) for stream in forked)
+                raise CaptureError(f"Work on {names} is not joined: the capturing stream does not wait for it")
         except BaseException:
             self._abandon(graph)
             raise
-        graph.capture_end()
-        self._graphs.append(graph)
+        self._end(graph)
+        self._graphs.add(graph)
         return result, graph.replay
 
     def before_replay(self) -> None:
@@ -81,13 +91,21 @@ class CudaCapture:
     def release(self) -> None:
         """Free graphs and pool, once nothing replays any more."""
         torch.cuda.synchronize(self._device)
-        for graph in self._graphs:
+        for graph in list(self._graphs):
             graph.reset()
         self._graphs.clear()
 
-    @staticmethod
-    def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed. Ending raises, too, once it was invalidated; the first error is the one to see."""
-        with suppress(RuntimeError):
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
             graph.capture_end()
-        graph.reset()
+        except RuntimeError:
+            graph.reset()
+            mend(self._device, self._pool, self._lane.stream)
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Throw a capture away. That it cannot be ended is no news: the first error is the one to see."""
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+            self._end(graph)
+            graph.reset()
