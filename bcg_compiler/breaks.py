@@ -206,12 +206,12 @@ class BoundBreak:
                 self.spec.barrier()
             if self.spec.capture_stub is None:
                 return None
-            leaves: list[torch.Tensor] = []
             result = self.spec.capture_stub(*self._receiver(), *args, **kwargs)
-            structure = _describe(self.spec.name, result, leaves)
-            if result is not None:
-                self._check_result(structure, leaves)
-            return leaves or None
+            if result is None or self._expected is None or self._expected[0] == "none":
+                return None
+            leaves: list[torch.Tensor] = []
+            self._check_result(_describe(self.spec.name, result, leaves), leaves, "the capture_stub of ")
+            return leaves
 
         return stand_in
 
@@ -224,7 +224,7 @@ class BoundBreak:
 
         return flat
 
-    def _check_result(self, structure: Any, leaves: list[torch.Tensor]) -> None:
+    def _check_result(self, structure: Any, leaves: list[torch.Tensor], part: str = "") -> None:
         """What was compiled relies on the fake: a result of another form would go unseen to wrong readers."""
         if self._expected is None:
             return
@@ -232,14 +232,14 @@ class BoundBreak:
         if structure != wanted:
             said = "nothing" if wanted == "none" else str(wanted)
             raise BreakArgumentError(
-                f"Break {self.spec.name!r} returned {structure}, but it was compiled as returning {said}. Give "
-                f"@eager_break a fake=: a function of the same arguments that returns empty tensors of the result's "
-                f"shapes, in the same structure."
+                f"{(part + 'break').capitalize()} {self.spec.name!r} returned {structure}, but it was compiled as returning {said}. "
+                f"Give @eager_break a fake=: a function of the same arguments that returns empty tensors of the "
+                f"result's shapes, in the same structure."
             )
         for position, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
             if not shape.fits(leaf):
                 raise BreakArgumentError(
-                    f"Result {position} of break {self.spec.name!r} is {_Shape.of(leaf)}, but its fake= says {shape}."
+                    f"Result {position} of {part}break {self.spec.name!r} is {_Shape.of(leaf)}, but its fake= says {shape}."
                 )
 
 
