@@ -13,9 +13,9 @@ def mend(device: torch.device, pool: tuple[int, int], stream: torch.cuda.Stream)
     on ("Offset increment outside graph capture"), memory that another stream used is never given back, and the pool
     counts one user too many. A capture that ends well puts the generators right; the rest is said to the allocator.
     """
-    with suppress(RuntimeError):  # the capture failed after this was done
+    with suppress(RuntimeError):  # done already, if what failed is to make a graph of what was captured
         torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
+    torch._C._cuda_releasePool(device.index, pool)
     with torch.cuda.stream(stream), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
         graph = torch.cuda.CUDAGraph()

@@ -51,9 +51,13 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     for ordinal, bridge in captured.bridges.items():
         writer.namespace.objects[f"bridge_{ordinal}"] = bridge
     writer.line(f"    def replay({', '.join(f'a{ordinal}' for ordinal in plan.inputs)}):")
-    _write_inputs(writer, plan, captured)
+    _name_inputs(writer, plan, captured)
+    fills = dict(captured.fills)
     live = set(plan.inputs) - set(captured.values)
     for step in plan.steps:
+        # Not before: a break in front of it may wait for the stream that makes the input's values.
+        for ordinal in [o for o in step.inputs if o in fills]:
+            writer.line(f"        {fills.pop(ordinal)}")
         if step.kind == "segment":
             writer.line(f"        replay_{step.index}()", step, step.nodes[0])
             continue
@@ -75,10 +79,8 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     return writer.compile(filename, "replay")
 
 
-def _write_inputs(writer: Writer, plan: Plan, captured: Captured) -> None:
-    """Fill the slots; name the arguments that break steps and results use as they are."""
-    for statement in captured.fills.values():
-        writer.line(f"        {statement}")
+def _name_inputs(writer: Writer, plan: Plan, captured: Captured) -> None:
+    """Name the arguments that break steps and results use as they are."""
     used = {ordinal for step in plan.breaks for ordinal in step.inputs} | set(plan.outputs)
     for ordinal in plan.inputs:
         if ordinal in used and ordinal not in captured.values:

@@ -5,7 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._lane = _lanes.setdefault(device.index, _Lane(device))
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._elsewhere: set[torch.cuda.Stream] = set()  # streams of captures that are not ours
@@ -63,19 +63,22 @@ class CudaCapture:
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)`` as one graph."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()  # torch refuses a pool that all graphs have left
         graph = torch.cuda.CUDAGraph()
+        forked: set[torch.cuda.Stream] = set()
         # thread_local: what other threads do meanwhile (NCCL's proxies, a second model) is none of this capture's.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = segment(*args)
             forked = self._lane.pool.capturing() - self._elsewhere - {self._lane.stream}
-            if forked:
-                names = ", ".join(str(stream) for stream in forked)
-                raise CaptureError(f"Work on {names} is not joined: the capturing stream does not wait for it")
-        except BaseException:
+            graph.capture_end()
+        except BaseException as error:
             self._abandon(graph)
+            if forked and "unjoined" in str(error):
+                names = ", ".join(str(stream) for stream in forked)
+                raise CaptureError(f"Work on a side stream is not joined; those that took part: {names}") from error
             raise
-        self._end(graph)
         self._graphs.add(graph)
         return result, graph.replay
 
@@ -95,17 +98,12 @@ class CudaCapture:
             graph.reset()
         self._graphs.clear()
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            graph.reset()
-            mend(self._device, self._pool, self._lane.stream)
-            raise
-
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Throw a capture away. That it cannot be ended is no news: the first error is the one to see."""
-        with suppress(RuntimeError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
-            self._end(graph)
-            graph.reset()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "The CUDA Graph is empty"
+                graph.capture_end()
+        except RuntimeError:
+            mend(self._device, self._pool, self._lane.stream)
+        graph.reset()
