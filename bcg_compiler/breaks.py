@@ -210,7 +210,7 @@ class BoundBreak:
             if result is None or self._expected is None or self._expected[0] == "none":
                 return None
             leaves: list[torch.Tensor] = []
-            self._check_result(_describe(self.spec.name, result, leaves), leaves, "the capture_stub of ")
+            self._check_result(_describe(self.spec.name, result, leaves), leaves, "The capture_stub of break")
             return leaves
 
         return stand_in
@@ -224,22 +224,23 @@ class BoundBreak:
 
         return flat
 
-    def _check_result(self, structure: Any, leaves: list[torch.Tensor], part: str = "") -> None:
+    def _check_result(self, structure: Any, leaves: list[torch.Tensor], part: str = "Break") -> None:
         """What was compiled relies on the fake: a result of another form would go unseen to wrong readers."""
         if self._expected is None:
             return
         wanted, shapes = self._expected
+        who = f"{part} {self.spec.name!r}"
         if structure != wanted:
             said = "nothing" if wanted == "none" else str(wanted)
             raise BreakArgumentError(
-                f"{(part + 'break').capitalize()} {self.spec.name!r} returned {structure}, but it was compiled as returning {said}. "
-                f"Give @eager_break a fake=: a function of the same arguments that returns empty tensors of the "
-                f"result's shapes, in the same structure."
+                f"{who} returned {structure}, but it was compiled as returning {said}. Give @eager_break a fake=: a "
+                f"function of the same arguments that returns empty tensors of the result's shapes, in the same "
+                f"structure."
             )
         for position, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
             if not shape.fits(leaf):
                 raise BreakArgumentError(
-                    f"Result {position} of {part}break {self.spec.name!r} is {_Shape.of(leaf)}, but its fake= says {shape}."
+                    f"Result {position} of {who[0].lower()}{who[1:]} is {_Shape.of(leaf)}, but its fake= says {shape}."
                 )
 
 
