@@ -92,3 +92,5 @@ def reset() -> None:
         program.release()
     _programs.clear()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # nothing else gives the memory of a freed pool to other allocations

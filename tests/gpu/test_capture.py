@@ -357,7 +357,7 @@ def test_reset_and_the_death_of_the_model_free_memory(how: str) -> None:
         with torch.inference_mode():
             for _ in range(3):
                 compiled(x)
-        assert bcg.stats(compiled).captures == 1
+        assert bcg.stats(compiled).captures == (1 if how == "reset" else 1 + round_)
         assert live() - before > 4096 * 4096 * 4
         reserved = torch.cuda.memory_reserved()
         if how == "reset":
