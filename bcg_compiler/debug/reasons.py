@@ -56,6 +56,11 @@ BREAKS = {
         "the host chooses what runs",
         "Compute both branches and choose with torch.where.",
     ),
+    "side_stream": Meaning(
+        "orders work on several streams",
+        "Nothing needs to be done: a wait for a stream must happen at each call, and costs little.",
+    ),
+    "capture_failed": Meaning("a capture with it fails", "See what the error says."),
     "small_segment": Meaning(
         "too few kernels between two breaks to be worth a graph",
         'Remove a break beside it, or lower options={"min_segment_kernels": ...}.',
@@ -64,7 +69,19 @@ BREAKS = {
 
 #: Why a whole program ran without replay.
 EAGER_RUNS = {
+    "warm_up": Meaning("the first call of a shape runs eagerly, the second is captured", ""),
     "capture_off": Meaning("capture is off, so the steps run one after the other", ""),
+    "capture_limit": Meaning("max_captures were made already", 'Raise options={"max_captures": ...}.'),
+    "no_segment": Meaning("nothing of the graph can be captured", ""),
+    "input_overlap": Meaning("an input that the model writes shares memory with another one", "Pass a copy."),
+    "busy": Meaning("they were called from inside a call of theirs", ""),
+    "outer_capture": Meaning("they were called while the caller captured a CUDA graph", ""),
+    "out_of_memory": Meaning("a capture ran out of memory", ""),
+    "capture_failed": Meaning("a capture failed, and no one operation is to blame", ""),
+    "break_alias": Meaning("a break returns a view of what it was given, and a segment reads it", "Return a copy."),
+    "reshaped_in_place": Meaning("the shape of a value that several steps use is changed in place", ""),
+    "input_storage": Meaning("the graph addresses the storage behind an input", ""),
+    "unknown_state": Meaning("the graph sets state that a replay would not set", ""),
     "grad": Meaning(
         "gradients were wanted, so the graph was not split",
         "Call the model under torch.inference_mode() or torch.no_grad().",
@@ -86,5 +103,14 @@ def remedies(reasons: Iterable[StepReason]) -> list[str]:
 
 
 def meaning(code: str) -> Meaning:
-    """What a reason code of a break or of an eager run means; an unknown one stands for itself."""
-    return BREAKS.get(code) or EAGER_RUNS.get(code) or Meaning(code.replace("_", " "), "")
+    """What the reason code of a break means; an unknown one stands for itself."""
+    return BREAKS.get(code) or _unknown(code)
+
+
+def meaning_of_eager_run(code: str) -> Meaning:
+    """What the reason code of an eager run means, also where that is the reason of a break."""
+    return EAGER_RUNS.get(code) or meaning(code)
+
+
+def _unknown(code: str) -> Meaning:
+    return Meaning(code.replace("_", " "), "")

@@ -35,10 +35,16 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Ran:
-    """A plan (``None``: a graph that runs unsplit) with how its program ran, by reason code of the eager runs."""
+    """A plan (``None``: a graph that runs unsplit) with how its program ran, by reason code of the eager runs.
+
+    ``captured_on`` is ``cuda``, ``emulated``, or "" if it was never captured.
+    """
 
     plan: Plan | None
     eager_runs: Mapping[str, int]
+    captures: int = 0
+    replays: int = 0
+    captured_on: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class _Run:
             wrong=self.wrong,
             mismatches=tuple(self.mismatches),
             state=compare(_state(self.built.model), _state(self.reference), "state"),
-            ran=tuple(Ran(program.plan, dict(program.eager_runs)) for program in programs),
+            ran=tuple(Ran(p.plan, dict(p.eager_runs), p.captures, p.replays, p.captured_on) for p in programs),
             uncompiled=log.uncompiled(),
             compiling=tuple(self.compiling),
             timing=_timing(seconds, timed),

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
-from bcg_compiler.debug.reasons import meaning, remedies
-from bcg_compiler.debug.run import RunReport
+from bcg_compiler.debug.reasons import meaning, meaning_of_eager_run, remedies
+from bcg_compiler.debug.run import Ran, RunReport
 from bcg_compiler.facts.node import Source
 from bcg_compiler.plan import Plan, Step, StepReason
 
@@ -274,21 +274,36 @@ def _place(place: CodePlace) -> RenderableType:
 def report_view(report: RunReport) -> Group:
     """The report of a run, the verdict last."""
     plans = [ran.plan for ran in report.ran]
-    runs = [
-        ", ".join(f"ran {count(times, 'time')} eagerly ({code})" for code, times in ran.eager_runs.items())
-        for ran in report.ran
-    ]
+    runs = [_how_it_ran(ran) for ran in report.ran]
     parts: list[RenderableType] = [plans_view(plans, runs)]
     if not plans:
         parts.append(Text("Nothing was compiled: Dynamo found no graph in the model.", style="bold red"))
     if any(plan and plan.breaks for plan in plans):
         parts.append(breaks_view(plans))
     parts.append(uncompiled_view(report.uncompiled))
+    captures, replays = sum(ran.captures for ran in report.ran), sum(ran.replays for ran in report.ran)
+    for device in sorted({ran.captured_on for ran in report.ran} - {""}):
+        said = DEVICES[device]
+        parts.append(Text(f"{count(captures, 'capture')}, {count(replays, 'replay')}, {said}", style="bold"))
     for code, times in report.eager_runs().items():
-        why, remedy = meaning(code)
+        why, remedy = meaning_of_eager_run(code)
         parts.append(Text(f"{count(times, 'run')} of graphs without replay ({code}): {why}. {remedy}".rstrip()))
     parts += [*_times(report), Text(), *_verdict(report)]
     return Group(*parts)
+
+
+#: What captures are made of.
+DEVICES = {
+    "cuda": "as CUDA graphs.",
+    "emulated": "on the emulated device: it shows the faults of CUDA graphs without a GPU, and not their speed.",
+}
+
+
+def _how_it_ran(ran: Ran) -> str:
+    parts = [f"ran {count(times, 'time')} eagerly ({code})" for code, times in ran.eager_runs.items()]
+    if ran.captures:
+        parts.append(f"captured {count(ran.captures, 'time')}, replayed {count(ran.replays, 'time')}")
+    return ", ".join(parts)
 
 
 def _times(report: RunReport) -> Iterator[RenderableType]:

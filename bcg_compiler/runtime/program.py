@@ -53,6 +53,7 @@ class Program:
         self._lock = threading.RLock()
         self._busy = False
         self._lines: dict[str, dict[int, tuple[Step, PlanNode]]] = {}
+        self.captured_on = ""
         self._device: CaptureDevice | None = None
         self._counted = False
         self._never: str | None = None
@@ -180,6 +181,7 @@ class Program:
         self._remember(code)
         again = any(shape == key[0] for shape, _ in self._replays)
         self._replays[key] = code
+        self.captured_on = self._device.name
         self.captures += 1
         counters.captures += 1
         if again:
@@ -340,7 +342,7 @@ class UnsplitProgram:
     """A graph that runs as it is, with the reason why: no segments, no breaks."""
 
     plan = None
-    source = ""
+    source = captured_on = ""
     replays = captures = recaptures = 0
 
     def __init__(self, run: Any, reason: str) -> None:

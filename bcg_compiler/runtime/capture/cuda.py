@@ -37,6 +37,8 @@ _lanes: dict[int, _Lane] = {}
 class CudaCapture:
     """One pool for all segments of a program: they share the memory of what dies inside them."""
 
+    name = "cuda"
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None

@@ -24,6 +24,8 @@ from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
 class EmulatedCapture:
     """Records onto tapes; nothing of it is shared between segments."""
 
+    name = "emulated"
+
     def __init__(self, device: torch.device) -> None:
         self._device = device.type
 

@@ -17,6 +17,9 @@ class CaptureError(BcgError, RuntimeError):
 class CaptureDevice(Protocol):
     """Captures segments one after the other. Nothing runs while it does: results are buffers without values."""
 
+    #: ``cuda`` or ``emulated``
+    name: str
+
     def session(self) -> AbstractContextManager[None]:
         """Around all segments of one capture: sets up and restores streams and garbage collection."""
 
