@@ -221,8 +221,8 @@ def test_run_compares_every_result_with_eager(place: Path) -> None:
     assert "1 segment (1 different), 0 breaks" in result.stdout
     assert "int64[1, 6]" in result.stdout  # the graph of the first length,
     assert "int64[1, s0]" in result.stdout  # and that of all others
-    assert "ran 1 time eagerly (warm_up), captured 1 time, replayed 4 times" in result.stdout
-    assert "2 captures, 9 replays, on the emulated device" in result.stdout
+    assert "ran 2 times eagerly (warm_up), captured 2 times, replayed 8 times" in result.stdout
+    assert "2 captures, 8 replays, on the emulated device" in result.stdout
     assert "(warm_up): the first call of a shape runs eagerly, the second is captured" in result.stdout
     assert "Dynamo compiled the whole model" in result.stdout
     assert "Medians over 6 pairs of calls, compiled and eager in turn, at lengths 6, 9" in result.stdout
