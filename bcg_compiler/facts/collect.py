@@ -257,9 +257,11 @@ class _Collector:
 
     @staticmethod
     def _is_unknown_state(node: Node, calls: list[Recorded], result: Any) -> bool:
-        """A call into torch that dispatches nothing, returns nothing and is not a check: it must be there for what it
-        sets, so nothing may be moved past it.
+        """Whether nothing may be moved past the node, for what it sets: the memory behind a tensor; or whatever a call
+        into torch sets that dispatches nothing, returns nothing and is not a check.
         """
+        if any(footprint.op_name(call.op) in known_ops.REPLACES_STORAGE for call in calls):
+            return True
         if calls or node.users or result is not None or node.op != "call_function" or is_functorch_node(node):
             return False
         if isinstance(node.target, BoundBreak):

@@ -24,6 +24,10 @@ SYNCHRONISING = {
 #: How functions begin that return nothing, dispatch nothing, and set no state either.
 NO_STATE = ("check", "assert", "log_api_usage")
 
+#: Operations that give a tensor the memory of another one. They act on the host; ``x.data = y`` is ``set_`` in a graph
+#: up to torch 2.13, ``shallow_copy_data_`` since.
+REPLACES_STORAGE = frozenset({"aten::set_", "aten::shallow_copy_data_"})
+
 #: Operations that give an argument back where they have nothing to do; under fake tensors they make a copy instead.
 MAY_GIVE_AN_ARGUMENT = frozenset(
     {

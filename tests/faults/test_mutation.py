@@ -249,3 +249,31 @@ def test_shape_changed_in_place_is_seen_by_what_comes_after(
         return before, breaks.wall(t).cos(), t
 
     check(program, [(rand(4, 6),) for _ in range(2)])
+
+
+@ONE_FORM
+@cases(
+    "replace",
+    {
+        "made_here": lambda x, y: setattr(x, "data", y * 2),
+        "argument": lambda x, y: setattr(x, "data", y),
+        "view": lambda x, y: setattr(x, "data", y[:, :3].t()),
+        "then_written": lambda x, y: (setattr(x, "data", y), x.add_(1)),
+    },
+)
+@pytest.mark.parametrize("broken", [False, True], ids=["one_segment", "between_breaks"])
+def test_storage_replaced_in_the_graph(
+    check: Any, breaks: SimpleNamespace, rand: Any, replace: Callable[[Tensor, Tensor], Any], broken: bool
+) -> None:
+    """``x.data = y`` sets an address on the host. It was captured, and a replay left the caller's tensor as it was.
+
+    Dynamo writes ``set_`` up to torch 2.13 and ``shallow_copy_data_`` since.
+    """
+    wall = breaks.wall if broken else torch.abs
+
+    def program(x: Tensor, y: Tensor) -> Any:
+        before = wall(x).sin()
+        replace(x, y)
+        return before.sum() + wall(x).cos(), y + 1
+
+    check(program, [(rand(4, 6), rand(4, 6)) for _ in range(2)])
