@@ -253,6 +253,32 @@ def test_shape_changed_in_place_is_seen_by_what_comes_after(
 
 @ONE_FORM
 @cases(
+    "reshape",
+    {
+        "t_": lambda t: t.t_(),
+        "unsqueeze_": lambda t: t.unsqueeze_(1),
+        "squeeze_": lambda t: t.unsqueeze_(0).squeeze_(0),
+        "twice": lambda t: t.t_().unsqueeze_(0),
+        "of_a_view": lambda t: t[1:].t_(),
+    },
+)
+def test_shape_changed_in_place_within_a_segment(
+    check: Any, breaks: SimpleNamespace, rand: Any, reshape: Callable[[Tensor], Any]
+) -> None:
+    """The emulated device replayed an operation onto the tensor that it had made at capture, in the shape that a later
+    operation had given it: sizes that do not match, or values in the wrong order.
+    """
+
+    def program(x: Tensor) -> Any:
+        t = breaks.wall(x) * 2
+        t.add_(x)
+        return reshape(t) * 3, t + 1
+
+    check(program, [(rand(4, 6),) for _ in range(2)])
+
+
+@ONE_FORM
+@cases(
     "replace",
     {
         "made_here": lambda x, y: setattr(x, "data", y * 2),

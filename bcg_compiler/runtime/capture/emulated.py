@@ -93,7 +93,10 @@ class _Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         # An in-place view changes what a tensor says of itself and no data.
-        if torch.Tag.inplace_view in func.tags or (_only_looks(func) and not _writes(func)):
+        if torch.Tag.inplace_view in func.tags:
+            self._keep_form(args[0])
+            return func(*args, **kwargs)
+        if _only_looks(func) and not _writes(func):
             return func(*args, **kwargs)
         return self._note(func, args, kwargs)
 
@@ -121,6 +124,11 @@ class _Recorder(TorchDispatchMode):
         if func not in _ALLOCATIONS:
             self.notes.append((func, args, kwargs, tuple(results), _generated_line()))
         return tree_unflatten(made, structure)
+
+    def _keep_form(self, tensor: torch.Tensor) -> None:
+        """Let what is noted so far have ``tensor`` with the shape and strides of now: it is about to change them."""
+        form = _aten.alias.default(tensor)
+        self.notes = [tree_map_only(torch.Tensor, lambda t: form if t is tensor else t, note) for note in self.notes]
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         # Anew each time: a fake kept for a tensor would not see what an in-place view has changed.
