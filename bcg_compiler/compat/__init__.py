@@ -7,5 +7,5 @@
 ``dynamo_log`` what Dynamo logs and counts about code that it did not compile
 ``recorder`` the dispatch mode that records ATen operations
 
-Run on torch 2.11.0 and 2.13.0.
+Run on torch 2.11.0, 2.13.0 and 2.14.1.
 """
