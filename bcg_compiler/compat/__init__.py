@@ -5,6 +5,7 @@
 ``addresses`` addresses of many tensors at once, the current stream's handle
 ``ops``      the registry of operators
 ``dynamo_log`` what Dynamo logs and counts about code that it did not compile
+``functorch`` the stack of transforms
 ``recorder`` the dispatch mode that records ATen operations
 
 Run on torch 2.11.0, 2.13.0 and 2.14.1.

@@ -26,6 +26,7 @@ from bcg_compiler.compat.fake import (
     tracing_fake_mode,
     tree_leaves,
 )
+from bcg_compiler.compat.functorch import leave_transforms, transform_depth
 from bcg_compiler.compat.recorder import OpRecorder, Recorded
 from bcg_compiler.facts import footprint, known_ops
 from bcg_compiler.facts.graph import AnnotatedGraph
@@ -70,7 +71,7 @@ class _Collector:
 
     def run(self) -> None:
         self._bind_inputs()
-        with _everything_restored(), tracing(self.mode), _real_tensors_allowed(self.mode), torch.inference_mode():
+        with tracing(self.mode), _real_tensors_allowed(self.mode), torch.inference_mode(), _everything_restored():
             for ordinal, node in enumerate(self.module.graph.nodes):
                 if node.op in ("placeholder", "output"):
                     continue
@@ -381,14 +382,17 @@ def _with_outside_effects(facts: dict[Node, NodeFacts], roots: _Roots) -> dict[N
 
 @contextmanager
 def _everything_restored() -> Iterator[None]:
-    """Leave autocast, grad mode and functorch's stack as they were, whatever the graph's nodes set on the way."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    """Leave autocast, grad mode and functorch's stack as they were, whatever the graph's nodes set on the way.
+
+    The innermost block: left after the block of a mode, an open transform would bring the thread's mode inside it back.
+    """
+    depth = transform_depth()
     autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
     grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     try:
         yield
     finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        leave_transforms(depth)
         for kind, (enabled, dtype) in autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)

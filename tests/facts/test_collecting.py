@@ -166,14 +166,24 @@ def leaves_a_transform_open(graph: torch.fx.Graph, a: torch.fx.Node) -> torch.fx
     return graph.call_function(torch.sin, (row,))
 
 
+def leaves_every_transform_open(graph: torch.fx.Graph, a: torch.fx.Node) -> torch.fx.Node:
+    leaves_a_transform_open(graph, a)
+    for enter in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+        graph.call_function(getattr(torch._C._functorch, enter))
+    graph.call_function(torch._C._functorch._func_increment_nesting, (True,))
+    return graph.call_function(torch.mul, (2, 3))
+
+
 def leaves_grad_switched(graph: torch.fx.Graph, a: torch.fx.Node) -> torch.fx.Node:
     graph.call_function(torch._C._set_grad_enabled, (not torch.is_grad_enabled(),))
     return graph.call_function(torch.sin, (a,))
 
 
-@pytest.mark.parametrize("build", [leaves_autocast_on, leaves_a_transform_open, leaves_grad_switched])
+@pytest.mark.parametrize(
+    "build", [leaves_autocast_on, leaves_a_transform_open, leaves_every_transform_open, leaves_grad_switched]
+)
 def test_what_a_graph_leaves_open_is_closed(build: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> None:
-    """A part of a region may end a graph."""
+    """A part of a region may end a graph. A functionalisation left open left the thread in inference mode."""
     graph = torch.fx.Graph()
     a = graph.placeholder("a")
     a.meta["example_value"] = x()
