@@ -292,8 +292,8 @@ def call_with_break(
     """Call a function as a break, in place of the call itself: give it the function and its arguments.
 
     ``fn`` and ``fake`` are functions of a module, methods or modules: things with an identity from call to call (not
-    a lambda or a function made inside the forward, which would be another one each time). Meaning, checks and errors
-    are those of ``eager_break``.
+    a lambda or a function made inside the forward, which would be another one each time). Dynamo of torch 2.11 takes
+    none of torch's own functions there. Meaning, checks and errors are those of ``eager_break``.
     """
     if not torch.compiler.is_dynamo_compiling():
         spec, receiver = _inline_spec(fn, tuple(mutates_args), fake)

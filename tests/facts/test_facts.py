@@ -18,6 +18,10 @@ Collect = Callable[..., Any]
 data_dependent = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
 
 
+def like(x: Tensor) -> Tensor:
+    return torch.empty_like(x)  # Dynamo of torch 2.11 does not trace the id() of torch's own functions
+
+
 @bcg.eager_break(mutates_args=("out",))
 def write(x: Tensor, out: Tensor) -> None:
     out.copy_(x * 2)
@@ -60,7 +64,7 @@ NAMES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a custom op": (lambda x: negative(x), "bcg_tests_facts::negative.default"),
     "a break function": (lambda x: cosine(x), f"{cosine.__module__}.cosine"),
     "a function that is kept whole": (lambda x: unseen(x), f"{unseen.__module__}.unseen"),
-    "a break in place": (lambda x: bcg.call_with_break(halve, x, fake=torch.empty_like), f"{__name__}.halve"),
+    "a break in place": (lambda x: bcg.call_with_break(halve, x, fake=like), f"{__name__}.halve"),
 }
 
 
