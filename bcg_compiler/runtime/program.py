@@ -231,8 +231,10 @@ class Program:
             self._never = "no_segment"
         values = {value.ordinal: value for value in plan.values}
         positions = {ordinal: i for i, ordinal in enumerate(plan.inputs)}
-        in_segments = {o for step in plan.segments for o in step.inputs}
-        self._statics = [positions[o] for o in plan.inputs if values[o].kind == "static" and o in in_segments]
+        # What a capture reads where it lies: in segments, and in the views that it takes once.
+        recorded = {o for step in plan.segments for o in step.inputs}
+        recorded |= {o for fixed in compiled.lowered.fixed.values() for o in fixed.inputs}
+        self._statics = [positions[o] for o in plan.inputs if values[o].kind == "static" and o in recorded]
         self._sizes = [positions[o] for o in plan.inputs if values[o].kind == "size"]
         self._symbolic = [
             positions[o]

@@ -310,3 +310,33 @@ def test_attribute_that_a_break_method_reads_may_change(compile_pair: Any, rand:
         pair.both(lambda module, n=n: setattr(module, "scale", n + 0.5))
         pair.both(lambda module: setattr(module, "seen", module.seen.clone()))
         pair(rand(4))
+
+
+class _Window(nn.Module):
+    """Its segments see the cache through a view only, which is taken next to a break."""
+
+    cache: Tensor
+
+    def __init__(self, breaks: SimpleNamespace) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(6, 4))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        window = self.cache[:3]
+        self.breaks.scale_(x)
+        window.add_(x)
+        return window * 2
+
+
+@ONE_FORM
+def test_buffer_that_is_only_seen_through_a_view_may_be_replaced(
+    compile_pair: Any, breaks: SimpleNamespace, rand: Any
+) -> None:
+    """A view next to a break is taken once, at capture, and the address behind it was not checked: replays read and
+    wrote the memory of the old buffer.
+    """
+    pair = compile_pair(_Window(breaks))
+    for n in range(4):
+        pair.both(lambda module, n=n: setattr(module, "cache", fresh(n // 2, 6, 4)))
+        pair(rand(3, 4))
