@@ -50,13 +50,12 @@ def lower(graph: AnnotatedGraph, plan: Plan, filename: str) -> Lowered:
         _write_segment(writer, step)
     _write_program(writer, "program")
     _write_program(writer, "warm_up", noted)
-    fixed_inputs = {step.index: _write_fixed(writer, step) for step in plan.breaks if step.fixed}
+    fixed_values = {step.index: _write_fixed(writer, step) for step in plan.breaks if step.fixed}
     segments = ", ".join(f"{step.index}: {segment_name(step)}" for step in plan.segments)
-    fixed = ", ".join(f"{index}: fixed_{index}" for index in fixed_inputs)
+    fixed = ", ".join(f"{index}: fixed_{index}" for index in fixed_values)
     code = writer.compile(filename, f"program, warm_up, {{{segments}}}, {{{fixed}}}")
     run, warm_up, by_index, fixed_by_index = code.made
-    outputs = {step.index: step.fixed for step in plan.breaks}
-    made = {i: Fixed(fixed_by_index[i], inputs, outputs[i]) for i, inputs in fixed_inputs.items()}
+    made = {i: Fixed(fixed_by_index[i], *values) for i, values in fixed_values.items()}
     return Lowered(run, warm_up, by_index, made, stubs, (code,) if stub_code is None else (code, stub_code))
 
 
@@ -81,16 +80,17 @@ def _write_segment(writer: Writer, step: Step) -> None:
     writer.line("")
 
 
-def _write_fixed(writer: Writer, step: Step) -> tuple[int, ...]:
-    """The nodes of a break that a capture does once, as a function; returns the ordinals of what it reads."""
+def _write_fixed(writer: Writer, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The nodes of a break that a capture does once, as a function; returns the ordinals of what it takes and makes."""
     ordinals = {node: ordinal for ordinal, node in writer.nodes.items()}
     read = {ordinals[n] for o in step.fixed for n in writer.nodes[o].all_input_nodes if n.op != "get_attr"}
     inputs = tuple(sorted(read - set(step.fixed)))
+    outputs = tuple(o for o in step.fixed if writer.nodes[o].users)  # a view that nobody reads has no name
     writer.line(f"    def fixed_{step.index}({', '.join(writer.names(inputs))}):")
     writer.statements(step, "        ", step.fixed)
-    writer.line(f"        return ({', '.join(writer.names(step.fixed))},)")
+    writer.line(f"        return ({''.join(f'{name}, ' for name in writer.names(outputs))})")
     writer.line("")
-    return inputs
+    return inputs, outputs
 
 
 def _write_program(writer: Writer, name: str, noted: Container[int] | None = None) -> None:

@@ -326,3 +326,21 @@ def test_compiled_functions_call_each_other(breaks: SimpleNamespace, rand: Any, 
     for _ in range(3):
         x = rand(4)
         assert torch.equal(compiled(x), outer(x, inner))
+
+
+@ONE_FORM
+def test_view_that_nobody_reads(compile_pair: Any, breaks: SimpleNamespace, rand: Any) -> None:
+    """A view beside a break that no line reads, such as what a debug print left behind: the code of the capture named
+    a value that it had not made, and the whole program was never captured.
+    """
+
+    def program(x: Tensor) -> Any:
+        h = x.sin()
+        y = breaks.wall(x)
+        h.unbind(1)
+        return h.t(), y
+
+    pair = compile_pair(program)
+    with bcg.counters.expect(replays=1, eager_runs={"warm_up": 1}):
+        for _ in range(2):
+            pair(rand(4, 4))
