@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 
 from bcg_compiler.compat import dynamo
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
+from bcg_compiler.facts.modes import is_functorch_node
 from bcg_compiler.facts.node import FENCE
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.partition import Cut, Unit, partition
@@ -158,12 +159,14 @@ class _Builder:
         """Nodes of breaks that compute nothing, on values that are fixed once their program is captured."""
         live = set(unfixed)
         fixed: set[int] = set()
+        # What opens and closes a functorch transform computes nothing either, but acts on the thread.
+        regions = {facts.group for node, facts in self.graph.facts.items() if is_functorch_node(node)}
         for cut in cuts:
             for node in self._nodes(cut) if cut.kind == "break" else ():
                 facts = self.graph.facts[node]
                 given = {self.ordinals[n] for n in node.all_input_nodes if n in self.ordinals}
                 computes = facts.kernels or facts.writes or facts.opaque or facts.uncapturable
-                if computes or node in self.graph.marks or given & live:
+                if computes or facts.group in regions or node in self.graph.marks or given & live:
                     live.add(facts.ordinal)
                 else:
                     fixed.add(facts.ordinal)
