@@ -45,13 +45,13 @@ def record(
     with capturing(device):
         for step in plan.steps:
             if step.kind == "segment":
-                given = tuple(values[o] for o in step.inputs if o in values)
+                taken = tuple(values[o] for o in step.inputs if o in values)
                 try:
-                    result, replays[step.index] = device.capture(lowered.segments[step.index], given)
+                    result, replays[step.index] = device.capture(lowered.segments[step.index], taken)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    raise SegmentError(step.index, given) from error
+                    raise SegmentError(step.index, taken) from error
                 results = (result,) if len(step.outputs) == 1 else result or ()
                 made.update(zip(step.outputs, results, strict=True))
             elif step.index in lowered.fixed:
@@ -60,7 +60,8 @@ def record(
             values.update(made)
             for stub in lowered.stubs.get(step.index, ()):
                 _stand_in(stub, values, forms, bridges, callers)
-    results, bound = _Results(plan, dict(zip(plan.inputs, args, strict=True)), slots, made, bridges).expressions()
+    given = dict(zip(plan.inputs, args, strict=True))
+    results, bound = _Results(graph, plan, given, slots, made, bridges).expressions()
     bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge}
     fills = {o: _copy(f"v{o}", f"a{o}", slot) for o, slot in slots.items()}
     written = {slot.ordinal for slot in plan.slots if slot.written}
@@ -128,17 +129,18 @@ class _Results:
 
     def __init__(
         self,
+        graph: AnnotatedGraph,
         plan: Plan,
         args: Mapping[int, Any],
         slots: Mapping[int, Tensor],
         made: Mapping[int, Any],
         bridges: Mapping[int, Tensor],
     ) -> None:
+        self._roots = {facts.ordinal: facts.results for facts in graph.facts.values()}
         self._plan = plan
         self._args = args
         self._slots = slots
-        self._made = made
-        self._bridges = bridges
+        self._known = {**made, **bridges}
         self._bound: dict[str, Any] = {
             "own": memory.own,
             "own_inference": memory.own_inference,
@@ -150,15 +152,16 @@ class _Results:
         """An expression for each returned value that must not be handed out as it is; the objects they use."""
         found: dict[int, str] = {}
         shared: dict[int | None, list[int]] = {}
+        unknown = self._unknown()
         for ordinal in dict.fromkeys(self._plan.outputs):
             if ordinal in self._args:
                 found[ordinal] = f"a{ordinal}"
                 continue
-            value = self._made.get(ordinal, self._bridges.get(ordinal))
-            if value is None:
-                # A break made it just now, of whatever memory.
+            value = self._known.get(ordinal)
+            if ordinal in unknown:
+                copies = "None" if len(unknown) == 1 else "(copies := {})" if ordinal == unknown[0] else "copies"
                 arguments = "".join(f", a{o}" for o in self._slots)
-                found[ordinal] = f"own_if(v{ordinal}{arguments})"
+                found[ordinal] = f"own_if({copies}, v{ordinal}{arguments})"
             elif not isinstance(value, Tensor):
                 continue
             elif (owner := self._owner(value)) is not None:
@@ -171,6 +174,18 @@ class _Results:
             if len(ordinals) > 1:
                 found.update(self._sharing(ordinals))
         return found, self._bound
+
+    def _unknown(self) -> list[int]:
+        """What a break makes at each call, of whatever memory; and the results that it may share this memory with."""
+        outputs = [o for o in dict.fromkeys(self._plan.outputs) if o not in self._args]
+        roots = frozenset().union(*(self._roots.get(o, frozenset()) for o in outputs if o not in self._known))
+
+        def may_share(ordinal: int) -> bool:
+            value = self._known[ordinal]
+            own_copy = _is_memory(value) and not memory.is_inference(value) and self._owner(value) is None
+            return own_copy and bool(self._roots[ordinal] & roots)
+
+        return [o for o in outputs if o not in self._known or may_share(o)]
 
     def _owner(self, value: Tensor) -> tuple[int, Tensor] | None:
         """The argument whose memory ``value`` lies in, and the tensor that stands for it in the program."""
@@ -191,21 +206,24 @@ class _Results:
         first = ordinals[0]
         found = {}
         for ordinal in ordinals:
-            value = self._made.get(ordinal, self._bridges.get(ordinal))
-            assert isinstance(value, Tensor)
+            value = self._known[ordinal]
             self._bound[f"form_{ordinal}"] = (value.shape, value.stride(), value.storage_offset(), value.dtype)
             copy = f"(storage_{first} := own_storage(v{first}))" if ordinal == first else f"storage_{first}"
             found[ordinal] = f"in_storage({copy}, *form_{ordinal})"
         return found
 
     def _own_if(self) -> Callable[..., Any]:
-        """For what a break made: copied if it lies in memory of the program, a view of the argument if in a slot."""
-        fixed = frozenset(_storage(t) for t in (*self._made.values(), *self._bridges.values()) if _is_memory(t))
+        """For what a break made: copied if it lies in memory of the program, a view of the argument if in a slot.
+
+        ``copies`` holds one copy for each storage, where several results may share one.
+        """
+        fixed = frozenset(_storage(t) for t in self._known.values() if _is_memory(t))
+        fixed -= {_storage(t) for t in self._args.values() if _is_memory(t)}  # views of parameters and buffers
         slots = {_storage(slot): (i, slot) for i, slot in enumerate(self._slots.values()) if _is_memory(slot)}
 
-        def own_if(value: Any, *arguments: Tensor) -> Any:
+        def own_if(copies: dict[int | None, torch.UntypedStorage] | None, value: Any, *arguments: Tensor) -> Any:
             if isinstance(value, (list, tuple)):
-                return type(value)(own_if(item, *arguments) for item in value)
+                return type(value)(own_if(copies, item, *arguments) for item in value)
             if not _is_memory(value):
                 return value
             storage = _storage(value)
@@ -213,7 +231,15 @@ class _Results:
                 position, slot = slots[storage]
                 shift = (value.data_ptr() - slot.data_ptr()) // value.element_size()
                 return memory.view_of(arguments[position], value.shape, value.stride(), shift, value.dtype)
-            return memory.own(value) if storage in fixed else value
+            if storage not in fixed:
+                return value
+            if copies is None:
+                return memory.own(value)
+            if storage not in copies:
+                copies[storage] = memory.own_storage(value)
+            return memory.in_storage(
+                copies[storage], value.shape, value.stride(), int(value.storage_offset()), value.dtype
+            )
 
         return own_if
 

@@ -65,6 +65,66 @@ def test_results_alias_as_in_eager(compile_pair: Any, breaks: SimpleNamespace, r
             pair.write_results(made)
 
 
+@bcg.eager_break(fake=lambda x: x)
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def _handed_back(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
+    h = x.sin()
+    return h, same(h), same(h)[1:], y
+
+
+def _view_of_a_result_behind_the_next_break(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
+    h = b.mix(x)
+    return h, b.mix(h.exp()), h.t(), h[1:]
+
+
+def _handed_back_view(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
+    return b.wall(x.sin()).cos(), same(y[1:]), y
+
+
+@programs(
+    {
+        "argument": _handed_back,
+        "view_behind_the_next_break": _view_of_a_result_behind_the_next_break,
+        "view_of_an_argument": _handed_back_view,
+    }
+)
+@pytest.mark.parametrize("breaks", ["eager_break"], indirect=True)
+def test_results_that_a_break_makes_alias_as_in_eager(
+    compile_pair: Any, breaks: SimpleNamespace, rand: Any, program: Program
+) -> None:
+    """A result that a break made at this call was copied on its own: it shared no memory with the value that it is, or
+    that it is a view of, where both were returned.
+    """
+    pair = compile_pair(lambda x, y: program(breaks, x, y))
+    for _ in range(3):
+        pair.write_results((rand(4, 6), rand(4, 6)))
+
+
+class _HandsBack(nn.Module):
+    """Its break hands a part of a buffer through."""
+
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        part = self.cache[1:]
+        part.add_(x.sin())
+        return same(part), x.cos()
+
+
+def test_part_of_a_buffer_that_a_break_hands_back(compile_pair: Any, rand: Any) -> None:
+    """The caller got a copy of the module's memory where eager code returns the memory itself."""
+    pair = compile_pair(_HandsBack())
+    for _ in range(3):
+        pair.write_results((rand(2, 4),))
+
+
 class _Returns(nn.Module):
     """Returns its own state, and views of it."""
 
