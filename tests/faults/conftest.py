@@ -10,6 +10,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,8 @@ def _clean() -> Iterator[None]:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    with torch.no_grad():
+    on_device = torch.device(DEVICE) if DEVICE == "cuda" else nullcontext()  # what tests make without a word of where
+    with torch.no_grad(), on_device:
         yield
 
 
@@ -69,7 +71,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 def rand() -> Callable[..., Tensor]:
     """``rand(*shape)``: normal numbers, the same in every run of the test."""
     generator = torch.Generator().manual_seed(7)
-    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator, device="cpu").to(DEVICE, dtype)
 
 
 @pytest.fixture

@@ -44,7 +44,14 @@ IN_BREAK = (BAD_SLOT, ValueError, "slot 99 does not fit a cache of 16", ("push_"
 IN_SEGMENT = (BAD_ID, IndexError, "index out of range", ("embedding", " in embed", "self.embed(ids)"))
 
 
-@pytest.mark.parametrize("fault", [IN_BREAK, IN_SEGMENT], ids=["in_a_break", "in_a_segment"])
+#: On a device such an error is an assertion that no process survives.
+ON_THE_HOST = pytest.mark.skipif(torch.cuda.is_available(), reason="ends the process's CUDA context")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(IN_BREAK, id="in_a_break"), pytest.param(IN_SEGMENT, id="in_a_segment", marks=ON_THE_HOST)],
+)
 @pytest.mark.parametrize("good_calls", [0, 1, 3], ids=["first_call", "second_call", "later_call"])
 def test_error_names_cause_and_place_and_the_next_call_works(
     compile_pair: Any, breaks: SimpleNamespace, ints: Any, fault: Any, good_calls: int
@@ -290,6 +297,7 @@ def test_misuse_of_a_break_says_what_to_do(rand: Any, function: Callable[..., An
 
 
 @ONE_FORM
+@ON_THE_HOST
 @pytest.mark.xfail(raises=AssertionError, reason="a program that runs unsplit, for gradients, adds no note")
 def test_error_under_grad_mode_names_its_place(compile_pair: Any, breaks: SimpleNamespace, ints: Any) -> None:
     """The note is the same where the graph runs unsplit because gradients are wanted (pytorch/pytorch#117281)."""
@@ -317,6 +325,7 @@ class _Counts(nn.Module):
 
 
 @ONE_FORM
+@ON_THE_HOST
 @pytest.mark.parametrize(
     "before",
     [

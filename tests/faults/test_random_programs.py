@@ -101,7 +101,7 @@ def accumulate(x: Tensor, *, into: Tensor) -> None:
 
 @bcg.eager_break(mutates_args=("out",))
 def draw(out: Tensor) -> None:
-    out.copy_(torch.rand(out.shape) * logged("draw"))
+    out.copy_(torch.rand(out.shape, device=out.device) * logged("draw"))
 
 
 @bcg.eager_break(fake=torch.empty_like)
@@ -140,7 +140,7 @@ class Base(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.arange(1.0, 17.0).view(4, 4) / 9, requires_grad=False)
         self.register_buffer("state", torch.arange(1.0, 33.0).view(8, 4) / 7)
-        self.last = torch.ones(2, 4)
+        self.last = torch.ones(2, 4, device=DEVICE)
 
     @bcg.eager_break(fake=lambda self, x: torch.empty_like(x))
     def grow(self, x: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ min_segment_kernels = st.sampled_from([1, 1, 1, 2, 4])
 
 def arguments(turn: Turn, seed: int, last: Any) -> tuple[Any, ...]:
     """The arguments of one side, eager or compiled: equal values, memory of its own."""
-    home = torch.randn(32, 4, generator=torch.Generator().manual_seed(seed))
+    home = torch.randn(32, 4, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
     a, b, c = turn.inputs(turn.rows, home)
     if turn.chained:
         a = next((t for t in tree_leaves(last) if t.shape == a.shape), a)

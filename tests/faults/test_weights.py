@@ -36,7 +36,7 @@ class _Model(nn.Module):
 
 
 def fresh(n: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(n))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(n), device="cpu").to(torch.get_default_device())
 
 
 def _forget(tensor: Tensor) -> None:
