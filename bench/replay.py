@@ -4,7 +4,7 @@
 
 A layer: ``h = A(rmsnorm(x)); o = empty_like(h); break(h, o)`` writes −h into o; ``x + 0.1 · C(silu(B(o)) · o)``, all
 2048 × 2048, bf16, no bias. A measurement is the median of 40 calls after 5, each between two synchronisations; each
-figure is the median of the measurements of some passes over all variants, as the host's speed drifts. Peers that are not
+figure is the median over some passes through all variants, as the speed of the host drifts. Peers that are not
 installed are left out. Needs a GPU.
 """
 
@@ -137,7 +137,7 @@ VARIANTS: dict[str, Callable[[int, Tensor], Run]] = {
 
 @torch.inference_mode()
 def measure(build: Callable[[int, Tensor], Run], layers: int, x: Tensor) -> dict[str, float]:
-    """Median wall time of a call in µs, largest difference to eager, and the time in s from the model on until the third
+    """Median wall time of a call in µs, largest difference to eager, and seconds from the model on until the third
     call returned.
     """
     begin = time.perf_counter()
