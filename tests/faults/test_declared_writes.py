@@ -59,7 +59,18 @@ def _view_returned(b: SimpleNamespace, x: Tensor, y: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "body", [_list_and_optional, _written_and_returned, _view_returned], ids=lambda f: f.__name__[1:]
+    "body",
+    [
+        pytest.param(
+            _list_and_optional,
+            id="list_and_optional",
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.11."), reason="torch 2.11 refuses a written argument with a default"
+            ),
+        ),
+        pytest.param(_written_and_returned, id="written_and_returned"),
+        pytest.param(_view_returned, id="view_returned"),
+    ],
 )
 @pytest.mark.parametrize("capturable", [True, False])
 @ONE_FORM

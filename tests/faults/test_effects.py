@@ -29,7 +29,7 @@ class _Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps.add_(1)
-        self.average.mul_(0.9).add_(x[0], alpha=0.1)
+        self.average.mul_(0.9).add_(x[0] * 0.1)
         h = self.norm(x)
         self.breaks.scale_(self.broken)
         self.total.add_(h[0])

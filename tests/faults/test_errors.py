@@ -44,6 +44,11 @@ IN_BREAK = (BAD_SLOT, ValueError, "slot 99 does not fit a cache of 16", ("push_"
 IN_SEGMENT = (BAD_ID, IndexError, "index out of range", ("embedding", " in embed", "self.embed(ids)"))
 
 
+def not_on_torch_2_11(reason: str) -> pytest.MarkDecorator:
+    """For what torch 2.11 gets wrong with ``backend="eager"``, too."""
+    return pytest.mark.skipif(torch.__version__.startswith("2.11."), reason=f"torch 2.11: {reason}")
+
+
 #: On a device such an error is an assertion that no process survives.
 ON_THE_HOST = pytest.mark.skipif(torch.cuda.is_available(), reason="ends the process's CUDA context")
 
@@ -137,7 +142,13 @@ def _checked_data(b: SimpleNamespace, x: Tensor) -> Any:
     return b.wall(h.sin()).cos()
 
 
-@pytest.mark.parametrize("body", [_checked_number, _checked_data], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(_checked_number, id="number", marks=not_on_torch_2_11("Dynamo drops the message of torch._check")),
+        pytest.param(_checked_data, id="data", marks=ON_THE_HOST),
+    ],
+)
 @pytest.mark.parametrize("breaks", ["custom_op", "eager_break"], indirect=True)
 def test_check_of_the_data_fails_in_the_call_that_it_is_for(
     compile_pair: Any, breaks: SimpleNamespace, body: Callable[..., Any]
@@ -230,7 +241,17 @@ def _mapped(x: Tensor, kind: str) -> Tensor:
     return torch.vmap(lambda row: may_raise(row.sin(), kind).cos())(x)
 
 
-@pytest.mark.parametrize("body", [_autocast, _grad_enabled, _inference, _mapped], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(_autocast, id="autocast"),
+        pytest.param(_grad_enabled, id="grad_enabled"),
+        pytest.param(_inference, id="inference"),
+        pytest.param(
+            _mapped, id="mapped", marks=not_on_torch_2_11("Dynamo ends in an INTERNAL ASSERT")
+        ),
+    ],
+)
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode])
 def test_modes_are_restored_after_an_error(compile_pair: Any, rand: Any, body: Any, outer: Any) -> None:
     """Grad, autocast, inference and vmap stayed as they were where the error came (pytorch/pytorch#193044)."""

@@ -3,7 +3,7 @@
 Where the device is the CPU itself these show a frozen value; on a GPU they show the illegal copy, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,13 @@ from torch import Tensor, nn
 
 WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_host(_clean: None) -> Iterator[None]:
+    with torch.device("cpu"):
+        yield
+
 
 Body = Callable[[SimpleNamespace, Tensor, Tensor, Tensor], Any]
 

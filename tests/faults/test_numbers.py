@@ -131,7 +131,7 @@ VALUES: dict[str, list[Any]] = {
     "dict": [{"a": 1, "b": 2.0}, {"a": 3, "b": 2.0}, {"a": 1, "b": 0.5}],
     "nested": [{"a": [1, (2, None)]}, {"a": [1, (3, None)]}, {"a": [1, (2, 4)]}],
     "dtype": [torch.float32, torch.float64, torch.float32],
-    "optional_tensor": [None, torch.ones(4), None],
+    "optional_tensor": [None, torch.ones(4, device="cuda" if torch.cuda.is_available() else "cpu"), None],
 }
 
 

@@ -125,7 +125,7 @@ def test_argument_may_be_a_part_of_a_buffer_that_is_written(
 
 # -- what a break reaches by itself -----------------------------------------------------------------------------------
 
-_total = torch.ones(4)
+_total = torch.ones(4, device="cuda" if torch.cuda.is_available() else "cpu")
 _kept: list[Tensor] = []
 
 
