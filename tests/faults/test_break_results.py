@@ -414,3 +414,24 @@ def test_result_unlike_its_fake_is_an_error_that_names_the_break(rand: Any, form
     for _ in range(2):
         with pytest.raises(bcg.BcgError, match=rf"{body.__name__}'.*fake="):
             compiled(rand(4))
+
+
+@bcg.eager_break(fake=lambda x: torch.empty_like(x))
+def sometimes_the_argument(x: Tensor) -> Tensor:
+    return x if bcg.current_context().hand_back else x.clone()
+
+
+def test_result_that_is_the_argument_in_later_calls_only(compile_pair: Any, breaks: SimpleNamespace, rand: Any) -> None:
+    """What the first call showed was trusted: a copy in a bridge did not follow a write through the other value."""
+
+    def program(x: Tensor) -> Any:
+        h = breaks.mix(x)
+        y = h.sin()
+        k = sometimes_the_argument(h)
+        k.add_(1)
+        return breaks.mix(y) * 2, h.cos(), k.sin()
+
+    pair = compile_pair(program)
+    for hand_back in (False, False, True, False, True):
+        with bcg.forward_context(hand_back=hand_back):
+            pair(rand(3, 4))

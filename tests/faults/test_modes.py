@@ -358,3 +358,60 @@ def test_regions_beside_breaks(check: Any, breaks: SimpleNamespace, rand: Any, k
         return breaks.wall(h).cos() + h
 
     check(program, [(x,) for x in (rand(3, 3).abs(), -rand(3, 3).abs(), rand(3, 3))])
+
+
+@bcg.eager_break(fake=lambda x: torch.empty_like(x))
+def noted(x: Tensor) -> Tensor:
+    """Its log says in which modes it ran."""
+    bcg.current_context().bodies.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+    return x.clone()
+
+
+def _inference_within_grad(x: Tensor) -> Any:
+    with torch.enable_grad():
+        with torch.inference_mode():
+            h = noted(x.sin())
+        g = noted(x.cos())
+    return h, g, noted(x)
+
+
+def _no_inference_within_inference(x: Tensor) -> Any:
+    with torch.inference_mode():
+        with torch.inference_mode(False):
+            h = noted(x.sin())
+        return h, noted(x.cos())
+
+
+def _grad_set_within_autocast(x: Tensor) -> Any:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        torch.set_grad_enabled(True)
+        h = noted(x @ x)
+    g = noted(x.cos())  # autocast leaves grad mode as it is
+    torch.set_grad_enabled(False)
+    return h, g, noted(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [_inference_within_grad, _no_inference_within_inference, _grad_set_within_autocast],
+    ids=lambda f: f.__name__[1:],
+)
+def test_break_runs_in_the_modes_of_eager(compile_pair: Any, rand: Any, bodies: list[Any], body: Any) -> None:
+    """Inference regions set grad mode and put it back; autocast regions do neither."""
+    pair = compile_pair(body)
+    with bcg.forward_context(bodies=bodies):
+        for _ in range(3):
+            pair(rand(4, 4))
+
+
+@ONE_FORM
+def test_weights_changed_between_autocast_regions_are_read(
+    compile_pair: Any, breaks: SimpleNamespace, rand: Any
+) -> None:
+    """Autocast keeps the cast of a weight until its region ends: a capture within it read that copy for ever."""
+    pair = compile_pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            pair(rand(2, 4))
+            pair(rand(2, 4))
+        pair.both(lambda module: module[0].weight.data.mul_(2))

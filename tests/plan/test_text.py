@@ -338,3 +338,12 @@ def test_json_gives_the_same_plan_back() -> None:
 def test_json_of_a_plan_without_a_segment() -> None:
     plan = plan_of(lambda a: a.t(), x())
     assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_a_slot_that_is_copied_back_says_so() -> None:
+    def fn(kept: Tensor, changed: Tensor) -> Tensor:
+        h = kept.sin()
+        changed.add_(1)
+        return h + changed
+
+    assert "\nslot in0\nslot in1 written\n" in plan_text(plan_of(fn, x(), x()))

@@ -1,0 +1,141 @@
+"""What a program keeps from call to call: its captures, how many, and for what."""
+
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bcg_compiler as bcg
+from bcg_compiler.errors import BreakResultError
+
+EMULATED = {"capture": "emulated", "min_segment_kernels": 1}
+
+
+@bcg.eager_break(fake=torch.empty_like)
+def as_published(x: Tensor) -> Tensor:
+    return bcg.current_context().body(x)
+
+
+def program(x: Tensor) -> Tensor:
+    return as_published(x.sin()).cos()
+
+
+def compiled(fn: Any = program, **options: Any) -> Any:
+    torch.compiler.reset()
+    return torch.compile(fn, backend="bcg", fullgraph=True, dynamic=True, options={**EMULATED, **options})
+
+
+@torch.no_grad()
+def test_shapes_beyond_the_limit_run_eagerly() -> None:
+    model = compiled(max_captures=2)
+    with bcg.forward_context(body=torch.neg):
+        for rows in (2, 3, 4) * 2:
+            x = torch.randn(rows, 4)
+            assert torch.equal(model(x), program(x))
+    assert bcg.stats(model).captures == 2
+    assert bcg.stats(model).eager_runs == {"warm_up": 3, "capture_limit": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda x: x[:1], "float32[1, 4]"),  # a plain copy would be broadcast
+        (lambda x: x.double(), "float64[3, 4]"),  # and this one converted
+    ],
+    ids=["shape", "dtype"],
+)
+@torch.no_grad()
+def test_result_of_another_form_than_at_capture_is_an_error(body: Any, said: str) -> None:
+    """What a break returns at a replay is copied to where the next segment reads it: it must fit there."""
+    model, x = compiled(), torch.randn(3, 4)
+    with bcg.forward_context(body=torch.neg):
+        model(x)
+        model(x)
+    with bcg.forward_context(body=body), pytest.raises(BreakResultError) as seen:
+        model(x)
+    assert said in str(seen.value) and "float32[3, 4]" in str(seen.value)
+    with bcg.forward_context(body=torch.neg):
+        assert torch.equal(model(x), program(x))
+
+
+@torch.no_grad()
+def test_size_of_a_tensor_that_nobody_reads_is_part_of_the_key() -> None:
+    """The graph takes the number of rows and not the tensor: two calls differ in nothing else."""
+
+    def scaled(x: Tensor, unread: Tensor) -> Tensor:
+        return x.sin() * unread.shape[0]
+
+    model, x = compiled(scaled), torch.randn(4, 4)
+    for rows in (2, 2, 3, 3, 2):
+        assert torch.equal(model(x, torch.empty(rows, 5)), scaled(x, torch.empty(rows)))
+    assert bcg.stats(model).replays == 3
+
+
+def test_call_of_another_thread_waits() -> None:
+    """The second thread would overwrite the buffers that the first one's steps still read."""
+    model, x = compiled(), torch.randn(3, 4)
+    inside, finished = threading.Event(), threading.Event()
+    results = []
+
+    @torch.no_grad()
+    def call(body: Any) -> None:
+        with bcg.forward_context(body=body):
+            results.append(model(x))
+
+    def second() -> None:
+        inside.wait(60)
+        call(torch.neg)
+        finished.set()
+
+    def while_the_second_calls(h: Tensor) -> Tensor:
+        inside.set()
+        assert not finished.wait(0.5), "the second call ran within the first"
+        return h.neg()
+
+    call(torch.neg)
+    call(torch.neg)
+    thread = threading.Thread(target=second)
+    thread.start()
+    call(while_the_second_calls)
+    thread.join(60)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert (bcg.stats(model).replays, bcg.stats(model).eager_runs) == (3, {"warm_up": 1})
+
+
+_made: list[weakref.ref[Tensor]] = []
+_alive: list[bool] = []
+
+
+@bcg.eager_break(fake=lambda x: (torch.empty_like(x), torch.empty_like(x)))
+def make_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    first = x.clone()
+    _made.append(weakref.ref(first))
+    return first, x + 1
+
+
+@bcg.eager_break(fake=lambda x, y: torch.empty_like(x))
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+@bcg.eager_break(fake=torch.empty_like)
+def look(x: Tensor) -> Tensor:
+    _alive.append(_made[-1]() is not None)
+    return x.clone()
+
+
+@torch.no_grad()
+def test_result_of_a_break_is_freed_behind_its_last_reader() -> None:
+    """A value that crosses from break to break has no fixed address: a replay holds it no longer than eager code."""
+
+    def crossing(x: Tensor) -> Tensor:
+        first, second = make_two(x)
+        return look(add(first, second.sin()).cos())
+
+    model = compiled(crossing)
+    for _ in range(3):
+        model(torch.randn(3, 4))
+    assert (bcg.stats(model).replays, _alive) == (2, [False] * 3)
