@@ -68,7 +68,7 @@ LINES = (
     "{new} = cosine({x})",
     "{new} = scaled({x})",
     "{new} = halve({x})",
-    "{new} = given({x})",
+    "{new} = given_back({x})",
     "{new}, {view} = parts({x}, [{y}])",
     "{new} = torch.sin({x})",  # by rule
     "{new} = self.grow({x} * 1)",
@@ -81,7 +81,7 @@ LINES = (
 RETURNS = ("{x}", "{z}", "({x}, {x})", "{x}[1:]", "{x}.t()", "{x}[None].expand(2, -1, -1)", "{{'value': [{z}, {x}]}}")
 
 
-def logged(name: str) -> Tensor | float:
+def logged(name: str) -> float:
     """What differs from call to call: the context's scale, as a number. Each body says that it ran, and with what."""
     context = bcg.current_context()
     context.bodies.append((name, context.scale))
@@ -121,10 +121,10 @@ def halve(x: Tensor) -> Tensor:
     return x.mul_(0.5)
 
 
-@bcg.eager_break(fake=lambda x: x)
+@bcg.eager_break(fake=torch.empty_like)
 def given_back(x: Tensor) -> Tensor:
-    logged("given_back")
-    return x
+    """Its argument in some calls, a copy in others."""
+    return x if logged("given_back") > 1 else x.clone()
 
 
 @bcg.eager_break(fake=lambda x, others: (torch.empty_like(x), others[0].new_empty(4)))
@@ -174,7 +174,7 @@ def programs(draw: st.DrawFn) -> str:
 
 def module_of(text: str) -> Base:
     scope: dict[str, Any] = {}
-    exec(text, {**globals(), "given": given_back}, scope)
+    exec(text, globals(), scope)
     return type("Random", (Base,), {"forward": scope["forward"]})()
 
 
