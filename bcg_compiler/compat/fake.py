@@ -71,14 +71,8 @@ def _with_index(device: torch.device) -> torch.device:
 
 @contextmanager
 def tracing(mode: FakeTensorMode) -> Iterator[None]:
-    """Run operations on fakes of ``mode``; sizes read from data get fresh symbols that nobody has to bind.
-
-    The default device is that of the call: Dynamo keeps ``torch.set_default_device`` and ``with torch.device(...)`` out
-    of what runs while it compiles, and the program will run in it.
-    """
+    """Run operations on fakes of ``mode``; sizes read from data get fresh symbols that nobody has to bind."""
     with ExitStack() as stack:
-        if torch.utils._device.CURRENT_DEVICE is not None:
-            stack.enter_context(torch.device(torch.utils._device.CURRENT_DEVICE))
         stack.enter_context(mode)
         stack.enter_context(enable_python_dispatcher())
         if mode.shape_env is not None:

@@ -307,11 +307,3 @@ def test_a_call_that_only_logs_sets_no_unknown_state(facts_of: Collect) -> None:
         return torch.sin(a)
 
     assert all(FENCE not in node.writes for node in facts_of(fn, x()).graph.facts.values())
-
-
-def test_a_tensor_made_without_a_word_of_where_is_on_the_default_device(facts_of: Collect) -> None:
-    """Facts said ``cpu``, and a break that was given the tensor then refused its own result."""
-    with torch.device("meta"):
-        facts = facts_of(lambda a: torch.arange(4.0).sin() * a, x(4).to("meta"))
-    assert {spec.device for f in facts.graph.facts.values() for spec in f.specs} == {"meta"}
-    assert all(not f.uncapturable for f in facts.graph.facts.values())

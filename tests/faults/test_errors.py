@@ -247,9 +247,7 @@ def _mapped(x: Tensor, kind: str) -> Tensor:
         pytest.param(_autocast, id="autocast"),
         pytest.param(_grad_enabled, id="grad_enabled"),
         pytest.param(_inference, id="inference"),
-        pytest.param(
-            _mapped, id="mapped", marks=not_on_torch_2_11("Dynamo ends in an INTERNAL ASSERT")
-        ),
+        pytest.param(_mapped, id="mapped", marks=not_on_torch_2_11("Dynamo ends in an INTERNAL ASSERT")),
     ],
 )
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode])

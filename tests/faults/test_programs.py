@@ -155,7 +155,8 @@ def test_results_that_are_the_module_s_own_state(compile_pair: Any, breaks: Simp
 
 def test_no_argument_at_all(check: Any, breaks: SimpleNamespace) -> None:
     """Nothing to bind: the device is known from the constants only (Lightning-AI/lightning-thunder#1343)."""
-    check(lambda: breaks.wall(torch.arange(4.0).sin()).cos(), [(), ()])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(lambda: breaks.wall(torch.arange(4.0, device=device).sin()).cos(), [(), ()])
 
 
 @pytest.mark.parametrize(("breaks", "dynamic"), [("custom_op", None), ("eager_break", True)], indirect=["breaks"])
