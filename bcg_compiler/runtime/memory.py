@@ -48,11 +48,11 @@ def fill_slot(slot: Tensor, value: Tensor) -> None:
     slot.copy_(value)
 
 
-def fill_bridge(bridge: Tensor, value: Tensor) -> None:
+def fill_bridge(bridge: Tensor, value: Tensor, who: str = "A break") -> None:
     """Copy what a break made to the address that the next segment reads. It must look as it did at capture."""
     if value.shape != bridge.shape or value.dtype != bridge.dtype or value.device != bridge.device:
         raise BreakResultError(
-            f"A break returned {Form.of(value)}, but {Form.of(bridge)} when its program was captured. A result that "
+            f"{who} returned {Form.of(value)}, but {Form.of(bridge)} when its program was captured. A result that "
             f"a segment reads must keep its form from call to call of one shape."
         )
     if value.data_ptr() != bridge.data_ptr() or value.stride() != bridge.stride():

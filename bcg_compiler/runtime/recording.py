@@ -89,7 +89,7 @@ def _stand_in(
     if made is not None:
         for position, ordinal in stub.items:
             if ordinal in bridges:
-                memory.fill_bridge(bridges[ordinal], made[position])
+                memory.fill_bridge(bridges[ordinal], made[position], f"The capture_stub of break {stub.name!r}")
 
 
 def _counts(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 WAYS = ("captured",)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 
 
@@ -106,7 +107,7 @@ def test_scalars_of_other_dtypes_promote_as_in_eager(
     def program(x: Tensor, scalar: Tensor) -> Any:
         return breaks.wall(x * scalar) + scalar, scalar * 2, scalar.view(1) * x
 
-    check(program, [(rand(4), torch.tensor(value).to(dtype)) for value in (0.0, 2.0, 3.0)])
+    check(program, [(rand(4), torch.tensor(value, dtype=dtype, device=DEVICE)) for value in (0.0, 2.0, 3.0)])
 
 
 class _Holds(nn.Module):
