@@ -87,10 +87,7 @@ def test_what_a_stub_returns_fills_the_buffer_that_the_next_segment_was_captured
 
     run = torch.compile(lambda x: narrow(x.sin() * 2).cos() + 1, backend="bcg", dynamic=dynamic)
     run(rand())
-    with pytest.raises(
-        bcg.BcgError,
-        match=r"Result 0 of the capture_stub of break '.*narrow' is float32\[1, 4\].* fake= says float32\[3",
-    ):
+    with pytest.raises(bcg.BcgError, match=text):
         run(rand())
 
 
