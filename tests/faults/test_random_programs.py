@@ -121,10 +121,13 @@ def halve(x: Tensor) -> Tensor:
     return x.mul_(0.5)
 
 
-@bcg.eager_break(fake=torch.empty_like)
+@bcg.eager_break(fake=lambda x: x)
 def given_back(x: Tensor) -> Tensor:
-    """Its argument in some calls, a copy in others."""
-    return x if logged("given_back") > 1 else x.clone()
+    """Its argument in each call. In some calls only, against its fake, is left out: a write into such a result by a
+    segment then reaches the bridge and not the argument.
+    """
+    logged("given_back")
+    return x
 
 
 @bcg.eager_break(fake=lambda x, others: (torch.empty_like(x), others[0].new_empty(4)))
