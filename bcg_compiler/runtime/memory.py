@@ -34,6 +34,18 @@ class Form(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor over the same memory, and never an inference tensor: segments are recorded outside of inference
+    mode, where torch lets nobody write one (a KV cache that was allocated in it, say).
+    """
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        return in_storage(
+            tensor.untyped_storage(), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        )
+
+
 def stand_in(form: object) -> object:
     """A value that looks like what was noted: a buffer without values, or the number itself."""
     return form.buffer() if isinstance(form, Form) else form

@@ -33,7 +33,7 @@ def record(
     """
     # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
     values: dict[int, Any] = {
-        o: arg.detach() if isinstance(arg, Tensor) else arg for o, arg in zip(plan.inputs, args, strict=True)
+        o: memory.alias(arg) if isinstance(arg, Tensor) else arg for o, arg in zip(plan.inputs, args, strict=True)
     }
     slots = {slot.ordinal: memory.Form.of(values[slot.ordinal]).buffer() for slot in plan.slots}
     values.update(slots)

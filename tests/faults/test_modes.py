@@ -415,3 +415,30 @@ def test_weights_changed_between_autocast_regions_are_read(
             pair(rand(2, 4))
             pair(rand(2, 4))
         pair.both(lambda module: module[0].weight.data.mul_(2))
+
+
+class _Cache(nn.Module):
+    cache: Tensor
+
+    def __init__(self, breaks: SimpleNamespace) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(3, 4))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.add_(x.sin())
+        self.cache[1:].mul_(0.5)
+        return self.breaks.wall(self.cache.cos()) + self.cache
+
+
+@ONE_FORM
+def test_buffer_made_in_inference_mode_is_written_by_segments(
+    compile_pair: Any, breaks: SimpleNamespace, rand: Any
+) -> None:
+    """As engines allocate their KV caches. Recorded outside of inference mode each write was refused, and a break."""
+    with torch.inference_mode():
+        pair = compile_pair(_Cache(breaks))
+        for _ in range(4):
+            pair(rand(3, 4))
+    assert "capture_failed" not in bcg.stats(pair.compiled).reasons
+    assert bcg.stats(pair.compiled).replays == 3
