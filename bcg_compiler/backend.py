@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from bcg_compiler.breaks import BoundBreak, as_bound_break
 from bcg_compiler.compat.fake import FakeTensor
+from bcg_compiler.errors import OptionError
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
 from bcg_compiler.lower import lower
 from bcg_compiler.options import Options, check_mode
@@ -54,6 +55,11 @@ def bcg_backend(
             plan = build_plan(marked, passes, parsed.min_segment_kernels)
             return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>"))
 
+        if parsed.capture == "cuda" and not graph.device.startswith("cuda"):
+            raise OptionError(
+                f"Option 'capture' is \"cuda\", but the graph computes on {graph.device}. Put the model and its inputs "
+                f'on a CUDA device, or leave the option out ("auto" captures by the device).'
+            )
         program = Program(make(graph), parsed, make)
     register(program)
     return program

@@ -37,6 +37,15 @@ def is_functional_call(values: Any) -> bool:
     return any(isinstance(leaf, FunctionalTensor) for leaf in tree_leaves(values))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of one storage and says all of itself by shape, strides, offset and dtype.
+
+    Not so: sparse, quantized and mkldnn tensors, and those of a transform of ``torch.func`` around the call.
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor.is_quantized and not wrapped
+
+
 def object_at(address: int) -> Any:
     """The live object whose ``id()`` is ``address``. Only valid while something else keeps it alive (CPython)."""
     return ctypes.cast(address, ctypes.py_object).value

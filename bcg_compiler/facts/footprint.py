@@ -7,7 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from bcg_compiler.breaks import BoundBreak
-from bcg_compiler.compat.fake import is_traceable_wrapper_subclass, tree_leaves
+from bcg_compiler.compat.fake import is_plain, is_traceable_wrapper_subclass, tree_leaves
 from bcg_compiler.compat.recorder import Recorded
 from bcg_compiler.facts import known_ops
 from bcg_compiler.facts.node import Reason
@@ -142,6 +142,8 @@ def reasons_against_capture(
             add("unknown_op", _how_to_declare(f"{name} is a custom op", name))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in _only_tensors((call.reads, call.results))):
             add("unknown_op", f"{name} works on a tensor subclass, whose operations are not seen")
+        if name.startswith(known_ops.QUANTISED) or not all(map(is_plain, _only_tensors((call.reads, call.results)))):
+            add("unknown_op", f"{name} works on a tensor that is not a plain one: sparse, quantized or the like")
     from_host = _last_name(node) in ("tensor", "as_tensor", "new_tensor")
     if device != "cpu" and from_host and not any(_on_cpu(t) for t in _only_tensors(result)):
         add("cpu_compute", "it copies a tensor made on the host to the device")

@@ -5,6 +5,9 @@ CAPTURABLE_NAMESPACES = frozenset(
     {"aten", "prim", "prims", "rngprims", "quantized", "quantized_decomposed", "profiler", "inductor"}
 )
 
+#: How operations begin that make or take quantised tensors, which on fakes look like any other.
+QUANTISED = ("aten::quantize_", "aten::dequantize", "quantized::")
+
 #: Namespaces of collective operations. Whether a backend can capture them is not known here, so they are breaks.
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem", "_dtensor"})
 

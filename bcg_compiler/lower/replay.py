@@ -51,40 +51,66 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     for ordinal, bridge in captured.bridges.items():
         writer.namespace.objects[f"bridge_{ordinal}"] = bridge
     writer.line(f"    def replay({', '.join(f'a{ordinal}' for ordinal in plan.inputs)}):")
-    _name_inputs(writer, plan, captured)
+    guarded = bool(captured.write_backs)
+    indent = "            " if guarded else "        "
+    if guarded:
+        filled = " = ".join(f"filled_{ordinal}" for ordinal in captured.write_backs)
+        writer.line(f"        {filled} = False")
+        writer.line("        try:")
+    _write_body(writer, plan, captured, indent)
+    if guarded:
+        # What was written before an exception stays written, as in eager code.
+        writer.line("        except BaseException:")
+        for ordinal, statement in captured.write_backs.items():
+            writer.line(f"            if filled_{ordinal}: {statement}")
+        writer.line("            raise")
+    return writer.compile(filename, "replay")
+
+
+def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> None:
+    _name_inputs(writer, plan, captured, indent)
     fills = dict(captured.fills)
+    touched: set[int] = set()  # slots that hold what the caller's tensor does not yet
     live = set(plan.inputs) - set(captured.values)
     for step in plan.steps:
         # Not before: a break in front of it may wait for the stream that makes the input's values.
         for ordinal in [o for o in step.inputs if o in fills]:
-            writer.line(f"        {fills.pop(ordinal)}")
+            writer.line(f"{indent}{fills.pop(ordinal)}")
+            if ordinal in captured.write_backs:
+                writer.line(f"{indent}filled_{ordinal} = True")
         if step.kind == "segment":
-            writer.line(f"        replay_{step.index}()", step, step.nodes[0])
+            writer.line(f"{indent}replay_{step.index}()", step, step.nodes[0])
+            touched |= writer.written_by(step) & captured.write_backs.keys() - fills.keys()
             continue
-        writer.statements(step, "        ", {node.ordinal for node in step.nodes} - set(step.fixed))
+        if touched and any(writer.facts(node).opaque for node in step.nodes):
+            # The body may know the caller's tensor by another way, through the forward context, say.
+            for ordinal in sorted(touched):
+                writer.line(f"{indent}{captured.write_backs[ordinal]}")
+            touched = set()
+        writer.statements(step, indent, {node.ordinal for node in step.nodes} - set(step.fixed))
+        touched |= writer.written_by(step) & captured.write_backs.keys() - fills.keys()
         for ordinal in step.outputs:
             if ordinal in captured.bridges:
                 writer.line(
-                    f"        fill_bridge(bridge_{ordinal}, v{ordinal}); v{ordinal} = bridge_{ordinal}",
+                    f"{indent}fill_bridge(bridge_{ordinal}, v{ordinal}); v{ordinal} = bridge_{ordinal}",
                     step,
                     next(n for n in step.nodes if n.ordinal == ordinal),
                 )
         live.update(set(step.outputs) - set(step.fixed))
         if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
-            writer.line(f"        del {', '.join(dead)}")
-    for statement in captured.write_backs.values():
-        writer.line(f"        {statement}")
-    writer.leave_modes("        ")
-    writer.line(f"        return {_returned(writer, captured)}")
-    return writer.compile(filename, "replay")
+            writer.line(f"{indent}del {', '.join(dead)}")
+    for ordinal in sorted(touched):
+        writer.line(f"{indent}{captured.write_backs[ordinal]}")
+    writer.leave_modes(indent)
+    writer.line(f"{indent}return {_returned(writer, captured)}")
 
 
-def _name_inputs(writer: Writer, plan: Plan, captured: Captured) -> None:
+def _name_inputs(writer: Writer, plan: Plan, captured: Captured, indent: str) -> None:
     """Name the arguments that break steps and results use as they are."""
     used = {ordinal for step in plan.breaks for ordinal in step.inputs} | set(plan.outputs)
     for ordinal in plan.inputs:
         if ordinal in used and ordinal not in captured.values:
-            writer.line(f"        v{ordinal} = a{ordinal}")
+            writer.line(f"{indent}v{ordinal} = a{ordinal}")
 
 
 def _returned(writer: Writer, captured: Captured) -> str:

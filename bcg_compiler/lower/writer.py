@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from bcg_compiler.breaks import BoundBreak
-from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.facts import AnnotatedGraph, NodeFacts
 from bcg_compiler.lower.emit import Emitter, Namespace
 from bcg_compiler.plan import Plan, PlanNode, Step
 
@@ -84,6 +84,15 @@ class Writer:
             if plan_node is not None and plan_node.ordinal in noted and not text.lstrip().startswith("del "):
                 deeper = text[: len(text) - len(text.lstrip())]
                 self.line(f"{deeper}note({plan_node.ordinal}, v{plan_node.ordinal})")
+
+    def facts(self, node: PlanNode) -> NodeFacts:
+        """The facts of a node of the plan."""
+        return self.graph.facts[self.nodes[node.ordinal]]
+
+    def written_by(self, step: Step) -> set[int]:
+        """Ordinals of the graph's inputs whose memory a step writes."""
+        roots = frozenset().union(*(self.facts(node).writes for node in step.nodes))
+        return {facts.ordinal for facts in self.graph.input_facts.values() if facts.results & roots}
 
     def leave_modes(self, indent: str) -> None:
         """Leave the grad mode that the graph itself leaves behind."""

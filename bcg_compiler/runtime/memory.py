@@ -16,11 +16,12 @@ class Form(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    grad: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Form":
         """The form of ``tensor``."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def buffer(self) -> Tensor:
         """A new buffer of this form, in a storage of its own.
@@ -28,7 +29,8 @@ class Form(NamedTuple):
         Never an inference tensor: it is written both inside and outside of inference mode.
         """
         with torch.inference_mode(False):
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+            made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+            return made.requires_grad_(self.grad)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
@@ -38,12 +40,9 @@ def alias(tensor: Tensor) -> Tensor:
     """Another tensor over the same memory, and never an inference tensor: segments are recorded outside of inference
     mode, where torch lets nobody write one (a KV cache that was allocated in it, say).
     """
-    if not tensor.is_inference():
-        return tensor.detach()
     with torch.inference_mode(False):
-        return in_storage(
-            tensor.untyped_storage(), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
-        )
+        found = in_storage(tensor.untyped_storage(), View.of(tensor)) if tensor.is_inference() else tensor.detach()
+        return found.requires_grad_(tensor.requires_grad)  # torch chooses some kernels by it
 
 
 def stand_in(form: object) -> object:
@@ -62,6 +61,8 @@ def fill_slot(slot: Tensor, value: Tensor) -> None:
 
 def fill_bridge(bridge: Tensor, value: Tensor, who: str = "A break") -> None:
     """Copy what a break made to the address that the next segment reads. It must look as it did at capture."""
+    if not isinstance(value, Tensor):
+        raise BreakResultError(f"{who} returned {value!r:.80} where {Form.of(bridge)} was returned at capture.")
     if value.shape != bridge.shape or value.dtype != bridge.dtype or value.device != bridge.device:
         raise BreakResultError(
             f"{who} returned {Form.of(value)}, but {Form.of(bridge)} when its program was captured. A result that "
@@ -74,7 +75,7 @@ def fill_bridge(bridge: Tensor, value: Tensor, who: str = "A break") -> None:
 def own(value: Tensor) -> Tensor:
     """A copy that the next replay does not touch, with the same strides (``clone`` may choose others)."""
     if overlaps_itself(value):
-        return in_storage(own_storage(value), value.shape, value.stride(), int(value.storage_offset()), value.dtype)
+        return in_storage(own_storage(value), View.of(value))
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return copy.copy_(value)
 
@@ -100,18 +101,46 @@ def own_storage(value: Tensor) -> torch.UntypedStorage:
     return value.untyped_storage().clone()
 
 
-def in_storage(
-    storage: torch.UntypedStorage, shape: torch.Size, stride: tuple[int, ...], offset: int, dtype: torch.dtype
-) -> Tensor:
-    """The tensor of that form in ``storage``."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+class View(NamedTuple):
+    """How a tensor looks at its memory: ``offset`` in elements; ``conj`` and ``neg`` are applied when it is read."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+    grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, base: Tensor | None = None) -> "View":
+        """The view that ``tensor`` is of its storage; with the offset from where ``base`` begins, if given."""
+        offset = int(tensor.storage_offset())
+        if base is not None:
+            offset = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+        bits = tensor.is_conj(), tensor.is_neg()
+        return cls(tensor.shape, tensor.stride(), offset, tensor.dtype, *bits, tensor.requires_grad)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """``tensor``, which is this view of some memory but for how it is read."""
+        if self.conj:
+            tensor = tensor.conj()
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor if self.grad or not tensor.requires_grad else tensor.detach()
 
 
-def view_of(argument: Tensor, shape: torch.Size, stride: tuple[int, ...], shift: int, dtype: torch.dtype) -> Tensor:
-    """The view of an argument that a program's view of its slot stands for; ``shift`` in elements of ``dtype``."""
-    if argument.dtype != dtype:
-        argument = argument.view(dtype)
-    return argument.as_strided(shape, stride, argument.storage_offset() + shift)
+def in_storage(storage: torch.UntypedStorage, view: View) -> Tensor:
+    """The tensor that is this view of ``storage``."""
+    found = torch.empty(0, dtype=view.dtype, device=storage.device)
+    return view.read(found.set_(storage, view.offset, view.shape, view.stride))
+
+
+def view_of(argument: Tensor, view: View) -> Tensor:
+    """The view of an argument that a program's view of its slot stands for, with the offset from where that begins."""
+    if argument.dtype != view.dtype:
+        argument = argument.view(view.dtype)
+    return view.read(argument.as_strided(view.shape, view.stride, argument.storage_offset() + view.offset))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bcg_compiler.compat.addresses import same_addresses
+from bcg_compiler.compat.fake import is_plain
 from bcg_compiler.errors import ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Code, Lowered
@@ -40,7 +41,8 @@ class Program:
     """Runs the steps of one plan: eagerly at the first call of a shape, captured and replayed from the second on.
 
     ``again`` makes the parts anew after a node was marked; it is used when a capture shows that a node cannot be
-    captured. One lock for each program: a call from inside a call runs eagerly, one from another thread waits.
+    captured. One lock for each program: a call while another one runs, from inside of it or from another
+    thread, runs eagerly.
     """
 
     def __init__(self, compiled: Compiled, options: Options, again: Callable[[AnnotatedGraph], Compiled]) -> None:
@@ -50,8 +52,7 @@ class Program:
         self.recaptures = 0
         self._options = options
         self._again = again
-        self._lock = threading.RLock()
-        self._busy = False
+        self._lock = threading.Lock()
         self._lines: dict[str, dict[int, tuple[Step, PlanNode]]] = {}
         self.captured_on = ""
         self._device: CaptureDevice | None = None
@@ -66,24 +67,22 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         if not self._counted:
             self._count_plan()
-        with self._lock:
-            if self._busy:
-                return self._eagerly("busy", args)
-            self._busy = True
-            try:
-                return self._call(args)
-            except Exception as error:
-                self._say_where(error)
-                raise
-            finally:
-                self._busy = False
+        # Nobody waits: a body may wait for a thread that calls this program, or be called by another program's body.
+        if not self._lock.acquire(blocking=False):
+            return self._eagerly("busy", args)
+        try:
+            return self._call(args)
+        except Exception as error:
+            self._say_where(error)
+            raise
+        finally:
+            self._lock.release()
 
     def release(self) -> None:
         """Let go of captures and code. A call after this raises ``ReleasedError``."""
-        with self._lock:
-            self._forget_captures()
-            self._call = _released  # type: ignore[method-assign,assignment]
-            self._lines.clear()
+        self._forget_captures()
+        self._call = _released  # type: ignore[method-assign,assignment]
+        self._lines.clear()
 
     @property
     def source(self) -> str:
@@ -148,11 +147,21 @@ class Program:
     def _warm_up(self, shape: Any, args: tuple[Any, ...]) -> Any:
         """The first call of a shape is the user's own: it runs eagerly, and what its breaks make is noted."""
         forms: dict[int, Any] = {}
+        bridged: list[tuple[int, Any]] = []
+        written = [args[i] for i in self._written]
+        if not all(is_plain(arg) and not arg.is_conj() and not arg.is_neg() for arg in args if _is_tensor(arg)):
+            self._never = "odd_input"  # Dynamo guards on all of it
 
         def note(ordinal: int, value: Any, *given: Any) -> None:
-            forms[ordinal] = memory.Form.of(value) if isinstance(value, torch.Tensor) else value
-            if any(memory.share_storage(value, other) for other in given):
+            forms[ordinal] = memory.Form.of(value) if _is_tensor(value) else value
+            if ordinal not in self.plan.bridges:
+                return
+            # A copy on a bridge of its own does not see what is written to the memory that it was copied from.
+            mine = args if ordinal in self._written_bridges else written
+            others = [*given, *mine, *(v for o, v in bridged if {o, ordinal} & self._written_bridges)]
+            if any(memory.share_storage(value, other) for other in others):
                 self._never = "break_alias"
+            bridged.append((ordinal, value))
 
         self.eager_runs["warm_up"] += 1
         counters.eager_runs["warm_up"] += 1
@@ -244,6 +253,9 @@ class Program:
         self._open = bool(self._sizes or self._symbolic)
         self._on_cuda = plan.device.startswith("cuda")
         self._written = [positions[o] for o in plan.written_inputs]
+        written = compiled.graph.written
+        by_ordinal = {facts.ordinal: facts for facts in compiled.graph.facts.values()}
+        self._written_bridges = {o for o in plan.bridges if by_ordinal[o].results & written}
         self._tensors = [positions[o] for o in plan.inputs if values[o].specs]
         self._slotted = [positions[slot.ordinal] for slot in plan.slots]
         for code in compiled.lowered.codes:
@@ -326,6 +338,10 @@ class Program:
         note = f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}"
         if note not in getattr(error, "__notes__", ()):  # one exception object may be raised again and again
             error.add_note(note)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class _Last(NamedTuple):

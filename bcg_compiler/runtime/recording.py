@@ -196,9 +196,8 @@ class _Results:
         return None
 
     def _view(self, ordinal: int, value: Tensor, owner: int, standing: Tensor) -> str:
-        shift = (value.data_ptr() - standing.data_ptr()) // value.element_size()
-        self._bound[f"form_{ordinal}"] = (value.shape, value.stride(), shift, value.dtype)
-        return f"view_of(a{owner}, *form_{ordinal})"
+        self._bound[f"form_{ordinal}"] = memory.View.of(value, standing)
+        return f"view_of(a{owner}, form_{ordinal})"
 
     def _sharing(self, ordinals: list[int]) -> dict[int, str]:
         """Results that share memory in eager code share it here: one copy of the storage, and a view for each."""
@@ -207,9 +206,9 @@ class _Results:
         found = {}
         for ordinal in ordinals:
             value = self._known[ordinal]
-            self._bound[f"form_{ordinal}"] = (value.shape, value.stride(), value.storage_offset(), value.dtype)
+            self._bound[f"form_{ordinal}"] = memory.View.of(value)
             copy = f"(storage_{first} := own_storage(v{first}))" if ordinal == first else f"storage_{first}"
-            found[ordinal] = f"in_storage({copy}, *form_{ordinal})"
+            found[ordinal] = f"in_storage({copy}, form_{ordinal})"
         return found
 
     def _own_if(self) -> Callable[..., Any]:
@@ -229,17 +228,14 @@ class _Results:
             storage = _storage(value)
             if storage in slots:
                 position, slot = slots[storage]
-                shift = (value.data_ptr() - slot.data_ptr()) // value.element_size()
-                return memory.view_of(arguments[position], value.shape, value.stride(), shift, value.dtype)
+                return memory.view_of(arguments[position], memory.View.of(value, slot))
             if storage not in fixed:
                 return value
             if copies is None:
                 return memory.own(value)
             if storage not in copies:
                 copies[storage] = memory.own_storage(value)
-            return memory.in_storage(
-                copies[storage], value.shape, value.stride(), int(value.storage_offset()), value.dtype
-            )
+            return memory.in_storage(copies[storage], memory.View.of(value))
 
         return own_if
 

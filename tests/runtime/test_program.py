@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,10 +75,9 @@ def test_size_of_a_tensor_that_nobody_reads_is_part_of_the_key() -> None:
     assert bcg.stats(model).replays == 3
 
 
-def test_call_of_another_thread_waits() -> None:
-    """The second thread would overwrite the buffers that the first one's steps still read."""
+def test_call_of_another_thread_in_between_runs_eagerly() -> None:
+    """A replay would overwrite the buffers that the first call's steps still read; to wait may be to wait for ever."""
     model, x = compiled(), torch.randn(3, 4)
-    inside, finished = threading.Event(), threading.Event()
     results = []
 
     @torch.no_grad()
@@ -85,24 +85,53 @@ def test_call_of_another_thread_waits() -> None:
         with bcg.forward_context(body=body):
             results.append(model(x))
 
-    def second() -> None:
-        inside.wait(60)
-        call(torch.neg)
-        finished.set()
-
-    def while_the_second_calls(h: Tensor) -> Tensor:
-        inside.set()
-        assert not finished.wait(0.5), "the second call ran within the first"
+    def body_that_waits_for_a_thread(h: Tensor) -> Tensor:
+        thread = threading.Thread(target=call, args=(torch.neg,))
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "the second call waits for the first"
         return h.neg()
 
     call(torch.neg)
     call(torch.neg)
-    thread = threading.Thread(target=second)
-    thread.start()
-    call(while_the_second_calls)
-    thread.join(60)
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert (bcg.stats(model).replays, bcg.stats(model).eager_runs) == (3, {"warm_up": 1})
+    call(body_that_waits_for_a_thread)
+    assert len(results) == 4 and all(torch.equal(result, results[0]) for result in results)
+    assert (bcg.stats(model).replays, bcg.stats(model).eager_runs) == (2, {"warm_up": 1, "busy": 1})
+
+
+def test_two_programs_whose_breaks_call_each_other_end() -> None:
+    """In two threads, each inside of one program, neither waits for the other."""
+    inside = threading.Barrier(2)
+    models: dict[str, Any] = {}
+    x, results, depth = torch.randn(3, 4), [], threading.local()
+
+    def body_of(other: str) -> Callable[[Tensor], Tensor]:
+        def body(h: Tensor) -> Tensor:
+            if getattr(depth, "now", 0):
+                return h.neg()
+            depth.now = 1
+            try:
+                inside.wait(60)
+                return models[other](h)
+            finally:
+                depth.now = 0
+
+        return body
+
+    models["a"] = compiled(lambda h: as_published(h.sin()).cos())
+    models["b"] = compiled(lambda h: as_published(h.exp()).tanh())
+
+    @torch.no_grad()
+    def call(name: str, other: str) -> None:
+        with bcg.forward_context(body=body_of(other)):
+            results.append(models[name](x))
+
+    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in ("ab", "ba")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads) and len(results) == 2
 
 
 _made: list[weakref.ref[Tensor]] = []

@@ -9,7 +9,7 @@ fake run), views are real views, writes are only noted. A replay runs the notes.
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ _Note = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...], tu
 
 def _play(notes: tuple[_Note, ...], device: str) -> None:
     # The casts of autocast were recorded like everything else.
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
         for op, args, kwargs, results, line in notes:
             try:
                 made = op(*args, **kwargs)
