@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from bcg_compiler.breaks import BoundBreak, as_bound_break
 from bcg_compiler.compat.fake import FakeTensor
-from bcg_compiler.errors import OptionError
+from bcg_compiler.compat.ops import op_exists, registered_ops
+from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
 from bcg_compiler.lower import lower
 from bcg_compiler.options import Options, check_mode
@@ -41,6 +42,11 @@ def bcg_backend(
     """
     check_mode(mode)
     parsed = Options.parse(options)
+    for name in parsed.capturable:
+        if "::" in name and not op_exists(name):
+            raise OptionError(
+                f"Option 'capturable' names {name!r}, which is no operator. {nearest(name, registered_ops())}"
+            )
     if any(isinstance(value, FakeTensor) for value in example_inputs):
         parsed = replace(parsed, capture="off")  # a model of fakes, to look at its plan
     _bind_breaks(module)

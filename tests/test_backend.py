@@ -369,3 +369,20 @@ def test_a_plan_reads_like_the_program() -> None:
         "step 2 segment",
     ]
     assert "dynamic_output" in text and "test_backend" not in text
+
+
+# -- options that only the graph can judge
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"capturable": ["aten::zz_no_such_op"]}, "names 'aten::zz_no_such_op', which is no operator"),
+        ({"capture": "cuda"}, "'capture' is \"cuda\", but the graph computes on cpu"),
+    ],
+    ids=["unknown_op", "other_device"],
+)
+def test_an_option_that_does_not_fit_the_graph_is_an_error(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(Exception, match="OptionError") as error, torch.no_grad():
+        compile_bcg(lambda x: x.sin() + 1, options=options)(torch.ones(2))
+    assert text in str(error.value)

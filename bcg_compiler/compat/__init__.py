@@ -3,6 +3,8 @@
 ``fake``     fake tensors: the tracing mode, fresh fakes, storage identity
 ``dynamo``   what Dynamo leaves on a graph: sources, module paths, source lines, its counters, the compiled owner
 ``addresses`` addresses of many tensors at once, the current stream's handle
+``backends`` choices of the process that kernels depend on
+``cuda_graphs`` what a failed capture leaves undone, which streams take part in one
 ``ops``      the registry of operators
 ``dynamo_log`` what Dynamo logs and counts about code that it did not compile
 ``functorch`` the stack of transforms

@@ -20,6 +20,7 @@ class AnnotatedGraph:
     ``constants``    get_attr nodes → what they hold
     ``exit_grad``    the grad mode that the graph leaves behind, ``None`` if it is the caller's
     ``written``      roots that the graph's own operations write (``facts`` add what may be written unseen)
+    ``moving``       ordinals of parameters, buffers and held tensors that are given new memory again and again
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
 
@@ -35,6 +36,7 @@ class AnnotatedGraph:
     exit_grad: bool | None = None
     mode_nodes: dict[int, Node] = field(default_factory=dict)
     marks: dict[Node, Reason] = field(default_factory=dict)
+    moving: set[int] = field(default_factory=set)
 
     @property
     def nodes(self) -> list[Node]:

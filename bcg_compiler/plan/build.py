@@ -55,7 +55,7 @@ class _Builder:
         of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs if o not in fixed}
         return Plan(
             slots=tuple(
-                Slot(v.ordinal, v.ordinal in written_inputs)
+                Slot(v.ordinal, v.ordinal in written_inputs, v.ordinal in self.graph.moving)
                 for v in values
                 if v.kind == "input" and v.ordinal in wanted
             ),
@@ -77,7 +77,7 @@ class _Builder:
             kind: Literal["input", "size", "number", "static", "constant"]
             if node.op == "get_attr":
                 kind, name = "constant", f"constant.{node.target}"
-            elif dynamo.is_static_input(node) or dynamo.is_held(node):
+            elif facts.ordinal not in self.graph.moving and (dynamo.is_static_input(node) or dynamo.is_held(node)):
                 kind, name = "static", dynamo.dotted_path(source) or f"static{count}"
             else:
                 of_size = any(part in source for part in (".size()[", ".stride()[", ".storage_offset()"))

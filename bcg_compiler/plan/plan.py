@@ -76,10 +76,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Slot:
-    """A fixed-address buffer for an input that segments read: filled at each call, copied back if it is ``written``."""
+    """A fixed-address buffer for an input that segments read: filled at each call, copied back if it is ``written``.
+
+    ``moving``: the input is a parameter, buffer or held tensor, but one that is given new memory again and again.
+    """
 
     ordinal: int
     written: bool
+    moving: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def _body(plan: Plan) -> list[str]:
         value = values[ordinal]
         lines.append(f"given {value.name} {value.kind} {_specs(value, plan.device)}".rstrip())
     for slot in plan.slots:
-        lines.append(f"slot {values[slot.ordinal].name}" + (" written" if slot.written else ""))
+        marks = " written" * slot.written + " moving" * slot.moving
+        lines.append(f"slot {values[slot.ordinal].name}{marks}")
     for step in plan.steps:
         lines += _step(step, values, frozenset(plan.bridges), plan.device)
     lines.append("return " + ", ".join(values[o].name for o in plan.outputs))

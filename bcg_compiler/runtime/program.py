@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bcg_compiler.compat.addresses import same_addresses
+from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import is_plain
 from bcg_compiler.errors import ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
@@ -26,6 +27,9 @@ from bcg_compiler.runtime.recording import record
 from bcg_compiler.runtime.trial import find_uncapturable
 
 _numbers = itertools.count()
+
+#: How often a tensor may be replaced, while others stay, before it is no longer read where it lies.
+MOVES = 4
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class Program:
         self._last: _Last | None = None
         self._replays: dict[Any, Code] = {}
         self._warm: dict[Any, dict[int, Any]] = {}
-        self._watched: list[weakref.ref[Any]] = []
+        self._watched: dict[Any, list[weakref.ref[Any]]] = {}
+        self._dropped: list[list[weakref.ref[Any]]] = []
+        self._moves: Counter[int] = Counter()
         self._take(compiled)
 
     def __call__(self, *args: Any) -> Any:
@@ -173,6 +179,8 @@ class Program:
 
     def _capture(self, key: Any, args: tuple[Any, ...], forms: Any) -> Code | None:
         """Capture for ``key``; ``None`` where that failed and the program has changed its mind about something."""
+        if self._notice_moves():
+            return None
         if self._device is None:
             self._device = self._make_device()
         compiled = self._compiled
@@ -232,6 +240,7 @@ class Program:
         self._compiled = compiled
         self.plan = plan = compiled.plan
         self._replays, self._warm, self._last, self._never = {}, {}, None, None
+        self._watched, self._dropped, self._moves = {}, [], Counter()
         if self._options.capture == "off":
             self._never = "capture_off"
         elif plan.uncaptured is not None:
@@ -250,7 +259,8 @@ class Program:
             for o in plan.inputs
             if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
         ]
-        self._open = bool(self._sizes or self._symbolic)
+        self._attends = any("attention" in n.op for step in plan.segments for n in step.nodes)
+        self._open = bool(self._sizes or self._symbolic or self._attends)
         self._on_cuda = plan.device.startswith("cuda")
         self._written = [positions[o] for o in plan.written_inputs]
         written = compiled.graph.written
@@ -262,8 +272,12 @@ class Program:
             self._remember(code)
 
     def _shape_key(self, args: tuple[Any, ...]) -> Any:
-        """What a capture is made for: the sizes that the graph leaves open. Dynamo guards everything else."""
+        """What a capture is made for: the sizes that the graph leaves open, and which attention kernels are allowed.
+
+        Dynamo guards everything else.
+        """
         return (
+            attention_kernels() if self._attends else None,
             tuple([args[i] for i in self._sizes]),
             tuple([(args[i].shape, args[i].stride()) for i in self._symbolic]),
         )
@@ -288,14 +302,35 @@ class Program:
 
         def gone(_: Any) -> None:
             alive = program()
-            if alive is not None:
+            if alive is not None and key in alive._watched:
                 alive._replays.pop(key, None)
                 alive._last = None
+                alive._dropped.append(alive._watched.pop(key))
 
-        self._watched += [weakref.ref(args[i], gone) for i in self._statics]
+        self._watched[key] = [weakref.ref(args[i], gone) for i in self._statics]
+
+    def _notice_moves(self) -> bool:
+        """Make slots of tensors that keep being replaced while the others stay; whether there were any.
+
+        A module that binds a new state at each call would be captured anew each time. Where all tensors of a capture
+        have died, the whole model has.
+        """
+        for refs in self._dropped:
+            dead = [i for i, ref in zip(self._statics, refs, strict=True) if ref() is None]
+            if len(dead) < len(refs) or len(refs) == 1:
+                self._moves.update(dead)
+        self._dropped.clear()
+        moving = {self.plan.inputs[i] for i, times in self._moves.items() if times >= MOVES}
+        if not moving:
+            return False
+        self._compiled.graph.moving |= moving
+        self._forget_captures()
+        self._take(self._again(self._compiled.graph))
+        return True
 
     def _forget_captures(self) -> None:
         self._replays.clear()
+        self._watched.clear()
         self._last = None
         self._warm.clear()
         if self._device is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bcg_compiler as bcg
 from bcg_compiler.errors import BreakResultError
@@ -168,3 +169,64 @@ def test_result_of_a_break_is_freed_behind_its_last_reader() -> None:
     for _ in range(3):
         model(torch.randn(3, 4))
     assert (bcg.stats(model).replays, _alive) == (2, [False] * 3)
+
+
+# -- tensors that move -------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Binds a new state at each call, as a hand-written recurrent layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = torch.zeros(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = (self.linear(x) + self.state).tanh()
+        return self.state * 2
+
+
+@torch.no_grad()
+def test_tensor_that_is_replaced_at_each_call_becomes_a_slot() -> None:
+    """It was captured anew at every call, 199 times in 200, and nothing said so."""
+    eager, model = Recurrent(), Recurrent()
+    model.load_state_dict(eager.state_dict())
+    run = compiled(model)
+    for _ in range(20):
+        x = torch.randn(3, 4)
+        assert torch.equal(run(x), eager(x))
+    stats = bcg.stats(run)
+    assert stats.captures < 8 and stats.replays >= 14
+    (program,) = bcg.programs_of(run)
+    assert program.plan is not None
+    assert [slot.moving for slot in program.plan.slots].count(True) == 1
+
+
+@torch.no_grad()
+def test_weights_of_models_that_come_and_go_are_read_where_they_lie() -> None:
+    """All tensors of a capture die with their model: none of them moves."""
+    torch.compiler.reset()
+    program = None
+    for _ in range(8):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        run, x = torch.compile(model, backend="bcg", options=EMULATED), torch.randn(3, 4)
+        for _ in range(3):
+            assert torch.equal(run(x), model(x))
+        (program,) = bcg.programs_of(run)
+        assert program.plan is not None and not any(slot.moving for slot in program.plan.slots)
+        del model, run
+
+
+@torch.no_grad()
+def test_attention_kernels_chosen_around_the_call_are_those_that_run() -> None:
+    """Recorded once, the kernels of the first call ran for ever, whatever ``sdpa_kernel`` said."""
+
+    def attend(q: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q) + 1
+
+    run, q = compiled(attend), torch.randn(1, 2, 33, 16)
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH) * 3:
+        with sdpa_kernel(kernel):
+            assert torch.equal(run(q), attend(q))
+    assert bcg.stats(run).captures == 2
