@@ -62,3 +62,11 @@ def test_other_modes_are_refused() -> None:
     torch.compiler.reset()
     with pytest.raises(BackendCompilerFailed, match="mode='max-autotune' is not a mode of the bcg backend"):
         torch.compile(lambda x: x + 1, backend="bcg", mode="max-autotune")(torch.ones(2))
+
+
+def test_capture_of_cuda_graphs_is_refused_for_a_graph_on_the_cpu() -> None:
+    """The first call worked, and the second one failed in ``torch.cuda`` with no word of the option."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="bcg", options={"capture": "cuda"})
+    with pytest.raises(BackendCompilerFailed, match="Option 'capture' is \"cuda\", but the graph computes on cpu"):
+        compiled(torch.ones(2))

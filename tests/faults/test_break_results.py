@@ -435,3 +435,117 @@ def test_result_that_is_the_argument_in_later_calls_only(compile_pair: Any, brea
     for hand_back in (False, False, True, False, True):
         with bcg.forward_context(hand_back=hand_back):
             pair(rand(3, 4))
+
+
+def _with_its_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return y, y[1:]
+
+
+def _twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return y, y
+
+
+SHARED = {
+    "with_its_rows": bcg.eager_break(fake=lambda x: (lambda t: (t, t[1:]))(torch.empty_like(x)))(_with_its_rows),
+    "twice": bcg.eager_break(fake=lambda x: (torch.empty_like(x),) * 2)(_twice),
+}
+
+
+TAKEN_APART = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="results of one break that only the caller writes are copied one by one"
+)
+
+
+@pytest.mark.parametrize("split", list(SHARED.values()), ids=list(SHARED))
+@pytest.mark.parametrize("written", [0, 1, None], ids=["first", "second", "by_the_caller"])
+def test_results_of_one_break_that_share_memory(
+    compile_pair: Any, rand: Any, way: dict[str, Any], split: Any, written: int | None, request: Any
+) -> None:
+    """Two results over one memory were copied each to a place of its own: a write into one did not show in the other,
+    and the caller was handed two tensors.
+    """
+    if written is None and way["capture"] != "off":
+        request.applymarker(TAKEN_APART)
+
+    def program(x: Tensor) -> Any:
+        parts = split(x.sin())
+        if written is not None:
+            parts[written].add_(1)
+        return parts[0].cos(), parts[1].cos(), parts
+
+    pair = compile_pair(program)
+    for _ in range(3):
+        pair.write_results((rand(3, 4),))
+
+
+class _KeepsWork(nn.Module):
+    """Its break returns a buffer that the graph reads and writes, too."""
+
+    work: Tensor
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.register_buffer("work", torch.zeros(4))
+        self.body = body
+
+    @bcg.eager_break(fake=lambda self, x: torch.empty_like(x))
+    def run(self, x: Tensor) -> Tensor:
+        self.work.add_(x)
+        return self.work
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def _result_is_written(m: _KeepsWork, x: Tensor) -> Any:
+    y = m.run(x.sin())
+    y.mul_(2)
+    return y.cos(), m.work.sin()
+
+
+def _buffer_is_written(m: _KeepsWork, x: Tensor) -> Any:
+    y = m.run(x.sin())
+    z = y.cos()
+    m.work.mul_(2)
+    return z + 1, y.cos()
+
+
+@pytest.mark.parametrize("body", [_result_is_written, _buffer_is_written], ids=lambda f: f.__name__[1:])
+def test_result_that_is_a_buffer_of_the_module(
+    check: Any, rand: Any, way: dict[str, Any], body: Callable[..., Any]
+) -> None:
+    """A copy of the buffer was read and written in its place: wrong numbers, and a wrong state of the module."""
+    pair = check(_KeepsWork(body), [(rand(4),) for _ in range(2)])
+    if way["capture"] != "off":
+        assert "break_alias" in bcg.stats(pair.compiled).eager_runs
+
+
+UNREAD = pytest.mark.xfail(
+    strict=True, raises=pytest.fail.Exception, reason="what no segment reads is not checked at a replay"
+)
+
+
+@pytest.mark.parametrize("reader", [pytest.param("caller", marks=UNREAD), "segment"])
+@pytest.mark.parametrize("body", [_narrower, _wider_type, _one_in_a_list, _nothing], ids=lambda f: f.__name__[1:])
+def test_result_unlike_its_fake_in_later_calls_only(rand: Any, body: Callable[..., Any], reader: str) -> None:
+    """A replay trusted what the first call showed: the caller got what the fake never said, and ``None`` in a segment
+    ended in an ``AttributeError``.
+    """
+    chosen: Callable[..., Any] = torch.neg
+
+    @bcg.eager_break(fake=lambda x: torch.empty_like(x))
+    def broken(x: Tensor) -> Any:
+        return chosen(x)
+
+    def program(x: Tensor) -> Any:
+        found = broken(x.sin())
+        return found.cos() if reader == "segment" else (found, x.cos())
+
+    compiled = torch.compile(program, backend="bcg", fullgraph=True, options={"min_segment_kernels": 1})
+    for _ in range(3):
+        compiled(rand(4))
+    chosen = body
+    with pytest.raises(bcg.BcgError, match="return"):
+        compiled(rand(4))

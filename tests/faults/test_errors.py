@@ -366,3 +366,44 @@ def test_effects_at_a_failing_segment_are_those_of_eager(
     for _ in range(2):
         pair(ints(1, 2))
         pair.fails((ints(1, 16),), IndexError, "index out of range", note=("embedding",))
+
+
+def _segment_writes(b: SimpleNamespace, cache: Tensor, table: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    cache.add_(1)
+    h = b.push_(table, slots, (x + cache).sin())
+    cache.mul_(2)
+    return h.cos() + cache
+
+
+def _break_writes(b: SimpleNamespace, cache: Tensor, table: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    b.scale_(cache[1:])
+    h = b.push_(table, slots, (x + cache).sin())
+    b.scale_(cache)
+    return h.cos() + cache
+
+
+def _first_write_behind_it(b: SimpleNamespace, cache: Tensor, table: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    h = b.push_(table, slots, x.sin())
+    cache.add_(h[0])
+    return h.cos() + cache
+
+
+@pytest.mark.parametrize("body", [_segment_writes, _break_writes, _first_write_behind_it], ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize("good_calls", [0, 1, 3], ids=["warm_up", "capture", "replay"])
+@ONE_FORM
+def test_argument_keeps_what_was_written_before_an_exception(
+    compile_pair: Any, breaks: SimpleNamespace, rand: Any, ints: Any, body: Callable[..., Any], good_calls: int
+) -> None:
+    """Writes into an argument were copied back at the end of a replay: an exception lost those before it. One that is
+    first written behind the exception stays as it is. ``Pair.fails`` compares the arguments.
+    """
+    pair = compile_pair(lambda *args: body(breaks, *args))
+
+    def made(*slots: int) -> Any:
+        return rand(4), torch.zeros(3, 4), ints(*slots), rand(2, 4)
+
+    for _ in range(good_calls):
+        pair(*made(0, 2))
+    for _ in range(2):
+        pair.fails(made(0, 9), ValueError, "slot 9 does not fit a cache of 3")
+        pair(*made(1, 2))

@@ -298,6 +298,21 @@ def test_compiled_function_within_a_vmap(breaks: SimpleNamespace, rand: Any, way
         assert torch.equal(compiled(x, y), program(x, y))
 
 
+def test_compiled_function_within_functionalize(rand: Any, way: dict[str, Any]) -> None:
+    """A compiled function called with the wrappers of ``torch.func.functionalize`` was captured with them: wrong
+    numbers from the second call on.
+    """
+
+    def program(x: Tensor) -> Tensor:
+        return ((x + 1) * 1.5).sin() + x.cos()
+
+    compiled = torch.compile(program, backend="bcg", options=way)
+    for _ in range(3):
+        x = rand(3)
+        assert torch.equal(torch.func.functionalize(compiled)(x), program(x))
+        assert torch.equal(compiled(x), program(x))
+
+
 # -- regions that Dynamo keeps as one operation -----------------------------------------------------------------------
 
 

@@ -405,3 +405,66 @@ def test_view_that_nobody_reads(compile_pair: Any, breaks: SimpleNamespace, rand
     with bcg.counters.expect(replays=1, eager_runs={"warm_up": 1}):
         for _ in range(2):
             pair(rand(4, 4))
+
+
+def _shared_and_conjugate(b: SimpleNamespace, x: Tensor) -> Any:
+    h = b.wall(x) * 2
+    return h, h.conj(), h.conj().imag
+
+
+CONJUGATE = {
+    "of_an_argument": lambda b, x: (x * 2, x.conj(), x.mH),
+    "of_an_argument_behind_a_break": lambda b, x: (b.wall(x.sin()) * 2, x[1:].conj()),
+    "negative_imag_of_an_argument": lambda b, x: (b.wall(x + 1), x.conj().imag, x.conj()[1:].imag),
+    "of_a_result": _shared_and_conjugate,
+    "of_a_break_s_result": lambda b, x: (lambda h: (h * 2, h.conj(), h.conj().imag))(b.wall(x.sin())),
+}
+
+
+@pytest.mark.parametrize("conjugate_argument", [False, True])
+@pytest.mark.parametrize("program", list(CONJUGATE.values()), ids=list(CONJUGATE))
+@ONE_FORM
+def test_conjugate_and_negative_views_are_returned_as_such(
+    check: Any, breaks: SimpleNamespace, rand: Any, program: Callable[..., Any], conjugate_argument: bool
+) -> None:
+    """A view for the caller was made anew from shape and strides: it lost its conj or neg bit, and so its sign."""
+    numbers = torch.view_as_complex(rand(3, 4, 2))
+    made = lambda: (numbers.clone().conj() if conjugate_argument else numbers.clone(),)  # noqa: E731
+    check(lambda x: program(breaks, x), [made, made])
+
+
+@ONE_FORM
+def test_detached_results_require_no_gradient(check: Any, breaks: SimpleNamespace, rand: Any) -> None:
+    """``x.detach()`` came back requiring a gradient where the argument or the weight does, and ``numpy()`` refused
+    it. ``Pair`` compares ``requires_grad``.
+    """
+    weight, x = nn.Parameter(rand(4)), rand(4)
+    pair = check(
+        lambda x: (breaks.wall(x.sin()) * weight, weight.detach()[1:], x.detach(), x, weight),
+        [lambda: (x.clone().requires_grad_(),)] * 2,
+    )
+    assert bcg.stats(pair.compiled).replays
+
+
+def _quantised(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x.sin(), 0.1, 0, torch.qint8).dequantize() + 1
+
+
+def _mkldnn(x: Tensor) -> Tensor:
+    return x.sin().to_mkldnn().to_dense() + 1
+
+
+@pytest.mark.parametrize("program", [_quantised, _mkldnn], ids=lambda f: f.__name__[1:])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="layouts of the CPU")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_intermediates_that_are_no_plain_tensors(check: Any, rand: Any, program: Callable[..., Any]) -> None:
+    """A value that is more than shape and strides over a storage was captured: the second call ended in an error."""
+    check(program, [(rand(4, 4),), (rand(4, 4),)], fullgraph=False)
+
+
+def test_model_on_the_meta_device(way: dict[str, Any]) -> None:
+    """There is no autocast for it, which a replay switched off: the second call ended in an error."""
+    compiled = torch.compile(lambda x: (x + 1) @ x, backend="bcg", fullgraph=True, options=way)
+    for _ in range(3):
+        made = compiled(torch.empty(4, 4, device="meta"))
+        assert made.is_meta and made.shape == (4, 4)

@@ -340,3 +340,27 @@ def test_buffer_that_is_only_seen_through_a_view_may_be_replaced(
     for n in range(4):
         pair.both(lambda module, n=n: setattr(module, "cache", fresh(n // 2, 6, 4)))
         pair(rand(3, 4))
+
+
+class _Projection(nn.Module):
+    def __init__(self, breaks: SimpleNamespace, trained: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.lin = nn.Linear(8, 24).requires_grad_(trained)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.breaks.wall((x + 1).transpose(0, 1))
+        return torch.nn.functional.linear((x + 1).transpose(0, 1), self.lin.weight, self.lin.bias), self.lin(h)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@ONE_FORM
+def test_segments_run_the_kernels_that_eager_chooses_by_requires_grad(
+    check: Any, breaks: SimpleNamespace, rand: Any, trained: bool
+) -> None:
+    """A segment was captured on detached weights, for which torch folds a batch of matrices another way: results
+    were rounded otherwise than in eager.
+    """
+    pair = check(_Projection(breaks, trained), [(rand(2, 3, 8),) for _ in range(3)])
+    assert bcg.stats(pair.compiled).replays
