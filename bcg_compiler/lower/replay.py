@@ -9,7 +9,7 @@ import torch
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower.writer import Code, Writer
-from bcg_compiler.plan import Plan
+from bcg_compiler.plan import Plan, PlanNode
 
 __all__ = ["Captured", "Code", "write_replay"]
 
@@ -67,28 +67,51 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     return writer.compile(filename, "replay")
 
 
+class _WriteBacks:
+    """Keeps track of the slots that hold what the caller's tensor does not yet, as the text goes on."""
+
+    def __init__(self, writer: Writer, captured: Captured) -> None:
+        self._writer = writer
+        self._statements = captured.write_backs
+        self._filled: set[int] = set()
+        self._pending: set[int] = set()
+
+    def filled(self, ordinal: int) -> list[str]:
+        """A slot has been filled; lines that say so to whoever handles an exception."""
+        self._filled.add(ordinal)
+        return [f"filled_{ordinal} = True"] if ordinal in self._statements else []
+
+    def ran(self, *nodes: PlanNode) -> None:
+        """Operations have run, which may have written into slots."""
+        self._pending |= self._writer.written_by(*nodes) & self._statements.keys() & self._filled
+
+    def before(self, node: PlanNode) -> list[str]:
+        """Lines to put before an operation of a break: its body may know the caller's tensor by another way, too."""
+        lines = self.all() if self._writer.facts(node).opaque else []
+        self.ran(node)
+        return lines
+
+    def all(self) -> list[str]:
+        """Lines that bring the caller's tensors up to date."""
+        lines = [self._statements[ordinal] for ordinal in sorted(self._pending)]
+        self._pending.clear()
+        return lines
+
+
 def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> None:
     _name_inputs(writer, plan, captured, indent)
-    fills = dict(captured.fills)
-    touched: set[int] = set()  # slots that hold what the caller's tensor does not yet
+    fills, backs = dict(captured.fills), _WriteBacks(writer, captured)
     live = set(plan.inputs) - set(captured.values)
     for step in plan.steps:
         # Not before: a break in front of it may wait for the stream that makes the input's values.
         for ordinal in [o for o in step.inputs if o in fills]:
-            writer.line(f"{indent}{fills.pop(ordinal)}")
-            if ordinal in captured.write_backs:
-                writer.line(f"{indent}filled_{ordinal} = True")
+            for line in (fills.pop(ordinal), *backs.filled(ordinal)):
+                writer.line(f"{indent}{line}")
         if step.kind == "segment":
             writer.line(f"{indent}replay_{step.index}()", step, step.nodes[0])
-            touched |= writer.written_by(step) & captured.write_backs.keys() - fills.keys()
+            backs.ran(*step.nodes)
             continue
-        if touched and any(writer.facts(node).opaque for node in step.nodes):
-            # The body may know the caller's tensor by another way, through the forward context, say.
-            for ordinal in sorted(touched):
-                writer.line(f"{indent}{captured.write_backs[ordinal]}")
-            touched = set()
-        writer.statements(step, indent, {node.ordinal for node in step.nodes} - set(step.fixed))
-        touched |= writer.written_by(step) & captured.write_backs.keys() - fills.keys()
+        writer.statements(step, indent, {node.ordinal for node in step.nodes} - set(step.fixed), before=backs.before)
         for ordinal in step.outputs:
             if ordinal in captured.bridges:
                 writer.line(
@@ -99,8 +122,8 @@ def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> 
         live.update(set(step.outputs) - set(step.fixed))
         if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
             writer.line(f"{indent}del {', '.join(dead)}")
-    for ordinal in sorted(touched):
-        writer.line(f"{indent}{captured.write_backs[ordinal]}")
+    for line in backs.all():
+        writer.line(f"{indent}{line}")
     writer.leave_modes(indent)
     writer.line(f"{indent}return {_returned(writer, captured)}")
 

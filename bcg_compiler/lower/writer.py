@@ -64,34 +64,44 @@ class Writer:
             self._lines[len(self._text)] = (step, node)
 
     def statements(
-        self, step: Step, indent: str, which: Container[int] | None = None, noted: Container[int] = ()
+        self,
+        step: Step,
+        indent: str,
+        which: Container[int] | None = None,
+        noted: Container[int] = (),
+        before: Callable[[PlanNode], list[str]] = lambda node: [],
     ) -> None:
         """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given.
 
-        The values of ``noted`` are handed to ``note`` as soon as they are made.
+        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` gives lines to put before an
+        operation.
         """
         plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
         nodes = [self.nodes[n.ordinal] for n in plan_nodes]
         kept = [self.nodes[ordinal] for ordinal in (*step.outputs, *step.fixed)]
         by_node: dict[Node, PlanNode] = dict(zip(nodes, plan_nodes, strict=True))
-        where = None
+        where = last = None
         for text, node in self.emit.statements(nodes, kept, indent):
             plan_node = by_node[node] if node is not None else None
             if plan_node is not None and (plan_node.module, plan_node.source) != where:
                 where = (plan_node.module, plan_node.source)
                 text = f"{text}  # {plan_node.module or '.'} {plan_node.source or ''}".rstrip()
+            deeper = text[: len(text) - len(text.lstrip())]
+            if plan_node is not None and plan_node is not last:
+                last = plan_node
+                for line in before(plan_node):
+                    self.line(f"{deeper}{line}")
             self.line(text, step, plan_node)
             if plan_node is not None and plan_node.ordinal in noted and not text.lstrip().startswith("del "):
-                deeper = text[: len(text) - len(text.lstrip())]
                 self.line(f"{deeper}note({plan_node.ordinal}, v{plan_node.ordinal})")
 
     def facts(self, node: PlanNode) -> NodeFacts:
         """The facts of a node of the plan."""
         return self.graph.facts[self.nodes[node.ordinal]]
 
-    def written_by(self, step: Step) -> set[int]:
-        """Ordinals of the graph's inputs whose memory a step writes."""
-        roots = frozenset().union(*(self.facts(node).writes for node in step.nodes))
+    def written_by(self, *nodes: PlanNode) -> set[int]:
+        """Ordinals of the graph's inputs whose memory some nodes write."""
+        roots = frozenset().union(*(self.facts(node).writes for node in nodes))
         return {facts.ordinal for facts in self.graph.input_facts.values() if facts.results & roots}
 
     def leave_modes(self, indent: str) -> None:
