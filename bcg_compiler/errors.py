@@ -12,6 +12,10 @@ class OptionError(BcgError, ValueError):
     """An option that does not exist, has a wrong type, or an unusable value."""
 
 
+class LadderError(BcgError, ValueError):
+    """Buckets, lengths or bounds from which no ladder can be made."""
+
+
 class RuleError(BcgError, ValueError):
     """A break rule that is malformed, names an unknown op, or matches nothing."""
 
