@@ -1,10 +1,13 @@
 """Prompt lengths from a file, and the bundled sample."""
 
 import csv
+from collections.abc import Iterator
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 
 from bcg_compiler.errors import BcgError, nearest
+from bcg_compiler.plan.ladder import LARGEST
 
 #: Names of the column that holds the lengths; upper and lower case are the same.
 COLUMNS = ("ContextTokens", "lengths")
@@ -24,28 +27,39 @@ def sample_lengths() -> list[int]:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read prompt lengths, in tokens: a CSV with a column ``ContextTokens`` or ``lengths``, or one number a line.
+    """All lengths of a file, in its order; see ``iterate_lengths``."""
+    return list(iterate_lengths(path))
+
+
+def iterate_lengths(path: Path) -> Iterator[int]:
+    """Read prompt lengths, in tokens, row by row: a CSV with a column ``ContextTokens`` or ``lengths``, or one number
+    a line.
 
     Raises ``LengthsError`` with the line for a file that is missing, empty, or holds anything but positive integers.
     """
-    rows = list(_rows(path))
-    if not rows:
+    rows = _rows(path)
+    line, first = next(rows, (0, None))
+    if first is None:
         raise LengthsError(f"{path} is empty: it has no lengths.")
-    (line, first), *others = rows
     column = _column(path, line, first)
     if column is None:
-        column, others = 0, rows
-    elif not others:
+        column, rows = 0, chain([(line, first)], rows)
+    none = True
+    for line, row in rows:
+        yield _length(path, line, row, column)
+        none = False
+    if none:
         raise LengthsError(f"{path} has a header and no lengths below it.")
-    return [_length(path, line, row, column) for line, row in others]
 
 
-def _rows(path: Path) -> list[tuple[int, list[str]]]:
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows that are not blank, with their line numbers."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
-            return [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+            for row in reader:
+                if any(cell.strip() for cell in row):
+                    yield reader.line_num, row
     except UnicodeDecodeError:
         raise LengthsError(f"{path} is not a text file.") from None
     except csv.Error as error:
@@ -82,6 +96,8 @@ def _length(path: Path, line: int, row: list[str], column: int) -> int:
         raise LengthsError(f"{path}, line {line}: {cell!r} is not a whole number.")
     if value < 1:
         raise LengthsError(f"{path}, line {line}: {value} is not a length: a prompt has at least 1 token.")
+    if value > LARGEST:
+        raise LengthsError(f"{path}, line {line}: {value} is not a length: it is above {LARGEST}, the largest int32.")
     return value
 
 
