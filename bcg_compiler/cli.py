@@ -1,4 +1,4 @@
-"""The command ``bcg``: run a model against eager, explain its plan. Parses arguments and prints; no more."""
+"""The command ``bcg``: run a model against eager, explain its plan, choose a ladder. Parses and prints; no more."""
 
 import enum
 import json
@@ -19,7 +19,9 @@ from rich.text import Text
 from bcg_compiler.debug import screen
 from bcg_compiler.debug.errors import building, user_error
 from bcg_compiler.debug.explain import plan_model
-from bcg_compiler.debug.lengths import SAMPLE, read_lengths, sample_lengths
+from bcg_compiler.debug.ladder_plot import check_plot, plot
+from bcg_compiler.debug.ladders import Recipe, ladder_view, measure
+from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
 from bcg_compiler.debug.run import compare_with_eager
 from bcg_compiler.errors import BcgError, nearest
 from bcg_compiler.models import zoo
@@ -70,6 +72,14 @@ ConfigPairs = Annotated[
         "--config", metavar="KEY=VALUE", help="A field of the Hugging Face configuration to override; can be repeated."
     ),
 ]
+LengthsFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Prompt lengths: a CSV with a column ContextTokens or lengths, or one number a line. Default: a bundled "
+        "sample of a production trace.",
+    ),
+]
 
 
 @app.command(short_help="Run MODEL compiled, and compare it with eager.")
@@ -78,14 +88,7 @@ def run(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     layers: Layers = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompt lengths: a CSV with a column ContextTokens or lengths, or one number a line. Default: a "
-            "bundled sample of a production trace.",
-        ),
-    ] = None,
+    lengths: LengthsFile = None,
     calls: Annotated[
         int | None,
         typer.Option(min=1, help=f"How many of the lengths to run. Default: all of FILE, or {DEFAULT_CALLS} bundled."),
@@ -160,6 +163,47 @@ def explain(
         out.print(screen.breaks_view(found.plans))
         out.print(screen.uncompiled_view(found.uncompiled))
         out.print(Text(screen.explanation_summary(found.plans), style="bold"))
+
+
+@app.command(short_help="Choose the buckets that prompts are padded to.")
+def ladder(
+    lengths: LengthsFile = None,
+    count: Annotated[
+        int | None, typer.Option(help="At most so many buckets: those with the fewest padded tokens on the lengths.")
+    ] = None,
+    relative: Annotated[
+        float | None,
+        typer.Option(metavar="WASTE", help="Pad no prompt by more than this part of its length, e.g. 0.1."),
+    ] = None,
+    default: Annotated[bool, typer.Option("--default", help="The default ladder.")] = False,
+    multiple: Annotated[int, typer.Option(help="Every bucket is a multiple of this.")] = 1,
+    ceiling: Annotated[int | None, typer.Option(help="The last bucket. Default: the longest prompt.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, to a .png or .svg file.")
+    ] = None,
+) -> None:
+    """Choose a ladder by one of --count, --relative and --default, and print what it pads beside the default one."""
+    with _quiet(), _errors_in_words():
+        if (count is not None) + (relative is not None) + default != 1:
+            raise typer.BadParameter("Give one of --count N, --relative WASTE and --default.")
+        if picture is not None:
+            check_plot(picture)
+        recipe = Recipe(count=count, waste=relative, multiple=multiple, ceiling=ceiling)
+        with screen.console(stderr=True).status("reading the lengths"):
+            report = measure(sample_lengths() if lengths is None else iterate_lengths(lengths), recipe)
+        out = screen.console()
+        found = report.lengths
+        source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
+        header = screen.header(
+            prompts=f"{screen.count(found.total(), 'length')} of {source}: {min(found)} to {max(found)} tokens, "
+            f"{len(found):,} different",
+            ladder=f"{recipe}, up to {report.ladder.ceiling} tokens",
+        )
+        out.print(header, "")
+        out.print(ladder_view(report))
+        if picture is not None:
+            plot(report, picture)
+            out.print(Text(f"\nwrote {picture}"))
 
 
 def main() -> None:

@@ -153,6 +153,16 @@ def run(model: str, place: Path, *args: str, lengths: str = "5\n9\n9\n") -> Any:
         (["explain", "user_factories:Model", "--option", "breaks=op:aten::no_such_op"], "not registered"),
         (["explain", "user_factories:Model", "--option", "breaks=module:outer"], "matches nothing"),
         (["run", "user_factories:Model", "--option", "breaks=module:outer"], "matches nothing"),
+        (["ladder"], "Give one of --count N, --relative WASTE and --default"),
+        (["ladder", "--count", "4", "--default"], "Give one of"),
+        (["ladder", "--count", "0"], "count is 0; it must be at least 1"),
+        (["ladder", "--relative", "2"], "waste is 2.0; it must be a number above 0 and at most 1"),
+        (["ladder", "--count", "4", "--multiple", "4096"], "multiple is 4096, above the ceiling 1940"),
+        (["ladder", "--default", "--multiple", "0"], "multiple is 0"),
+        (["ladder", "--count", "4", "--ceiling", "4"], "the shortest length is 8: no prompt fits"),
+        (["ladder", "--default", "--ceiling", "4"], "the shortest length is 8: no prompt fits"),
+        (["ladder", "--default", "--plot", "ladder.pdf"], "its name must end in .png or .svg"),
+        (["ladder", "--default", "--plot", "missing/ladder.svg"], "missing/ladder.svg: No such file"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_words(args: list[str], message: str) -> None:
@@ -192,13 +202,17 @@ def test_no_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ContextTokens,GeneratedTokens\n5,6\n\n,6\n", "line 4: '' is not a whole number"),
         ("1,2\n3,4\n", "no column is named"),
         ("prompt\n5\n", "neither a number nor a header"),
+        ("5\n2147483648\n", "line 2: 2147483648 is not a length: it is above 2147483647"),
     ],
 )
 def test_lengths_that_cannot_be_used(content: str, message: str, place: Path) -> None:
-    result = run("user_factories:Model", place, lengths=content)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.output
+    for result in (
+        run("user_factories:Model", place, lengths=content),
+        call("ladder", "--default", "--lengths", file(place, content)),
+    ):
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.output
 
 
 def test_lengths_from_no_file(place: Path) -> None:
@@ -358,3 +372,66 @@ def test_nothing_but_the_plan_is_on_the_screen(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "host_sync 2 times" in done.stdout
+
+
+# -- bcg ladder
+
+
+def test_ladder_of_a_file(place: Path) -> None:
+    """All rows choose 15 and 20. Rows 0, 2, 4 alone choose 10 and 20, which pad each 15 of the other rows by 5."""
+    lengths = file(place, "\nContextTokens\n10\n15\n\n10\n15\n20\n15\n30\n")
+    result = call("ladder", "--lengths", lengths, "--count", "2", "--ceiling", "20")
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0].endswith("lengths.csv: 10 to 30 tokens, 4 different")
+    assert "ladder the fewest padded tokens with at most 2 buckets, up to 20 tokens" in lines
+    assert "2 buckets: [15, 20]" in lines
+    assert "this ladder 2 11.76% 33.33%" in lines
+    assert "default ladder 5 8.24% 6.67%" in lines
+    assert "On odd rows: chosen by rows 0, 2, 4, … alone and counted on rows 1, 3, 5, …" in lines
+    assert "Not counted: 1 prompt of 7 above the ceiling, which no bucket holds." in lines
+    assert any(line.startswith("10 2 ██") for line in lines)
+    assert any(line.startswith("15 3 ██") and line.endswith("█ 15") for line in lines)
+    assert "above 20 1" in lines
+
+
+def test_ladder_of_the_sample_by_each_way_of_choosing() -> None:
+    default, relative, count = (
+        call("ladder", *args, "--multiple", "8", "--ceiling", "2045")
+        for args in (["--default"], ["--relative", "0.1"], ["--count", "16"])
+    )
+    for result, how in (
+        (default, "the default ladder"),
+        (relative, "no prompt padded by more than 0.1 of its length"),
+        (count, "the fewest padded tokens with at most 16 buckets"),
+    ):
+        assert result.exit_code == 0, result.output
+        assert result.stderr == ""
+        assert f"{how}, all multiples of 8, up to 2048 tokens" in result.stdout
+        assert "199 lengths of the bundled sample" in result.stdout
+    assert "38 buckets: [8, 16, 24, 32, 48," in default.stdout
+    assert "16 buckets: " in count.stdout
+    assert "8 16 24 32 … 128: 10 rungs" in default.stdout
+
+
+def test_ladder_of_one_row_has_no_odd_rows(place: Path) -> None:
+    result = call("ladder", "--lengths", file(place, "7\n"), "--count", "3")
+    assert result.exit_code == 0, result.output
+    assert "1 bucket: [7]" in result.stdout
+    assert "There are too few rows" in result.stdout
+
+
+@pytest.mark.parametrize(("name", "begin"), [("ladder.png", b"\x89PNG"), ("ladder.SVG", b"<?xml")])
+def test_ladder_as_a_picture(place: Path, name: str, begin: bytes) -> None:
+    result = call("ladder", "--count", "4", "--plot", name)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == f"wrote {name}"
+    assert (place / name).read_bytes().startswith(begin)
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bcg_compiler.debug.ladder_plot.find_spec", lambda name: None)
+    result = call("ladder", "--count", "4", "--plot", "ladder.png")
+    assert result.exit_code == 2
+    assert 'pip install "bcg-compiler[plot]"' in result.stderr
+    assert result.stdout == ""
