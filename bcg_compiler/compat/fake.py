@@ -113,6 +113,11 @@ def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else ()
 
 
+def size_expression(size: Any) -> Any:
+    """A size as an integer, or as sympy's expression in the symbols of the graph. Adds no guard."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def is_data_symbol(name: str) -> bool:
     """Whether a symbol stands for a value read from data (unbacked), by ShapeEnv's naming: ``u0``, ``zuf1``."""
     return name.startswith(("u", "zuf"))

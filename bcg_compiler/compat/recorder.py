@@ -17,6 +17,7 @@ class Recorded:
     writes: tuple[torch.Tensor, ...]
     results: tuple[Any, ...]
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class OpRecorder(TorchDispatchMode):
@@ -45,7 +46,7 @@ class OpRecorder(TorchDispatchMode):
                 return result
         result = func(*args, **kwargs)
         reads = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        self.calls.append(Recorded(func, reads, _written(func, args, kwargs), tuple(tree_leaves(result)), args))
+        self.calls.append(Recorded(func, reads, _written(func, args, kwargs), tuple(tree_leaves(result)), args, kwargs))
         return result
 
 

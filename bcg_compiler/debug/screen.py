@@ -18,7 +18,7 @@ from rich.text import Text
 from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
 from bcg_compiler.debug.reasons import meaning, meaning_of_eager_run, remedies
 from bcg_compiler.debug.run import Ran, RunReport
-from bcg_compiler.facts.node import Source
+from bcg_compiler.facts.node import RowVerdict, Source
 from bcg_compiler.plan import Plan, Step, StepReason
 
 #: A pattern of steps that comes at least this often in a row is shown once.
@@ -169,6 +169,7 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
             parts.append(title)
             about = ([f"inputs: {plan_inputs(plan)}"] if plan else []) + list(runs[number : number + 1])
             parts.append(_indented(2, Text("; ".join(about), style="dim")))
+            parts += [_indented(2, Text(_about_rows(rows), style="dim")) for rows in (plan.rows if plan else ())]
         last = plans[numbers[-1]]
         if last is None or not last.steps:
             parts.append(Text())
@@ -177,6 +178,17 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
                 parts.append(Text(f"  Their steps are the same; those of graph {numbers[-1] + 1}:", style="dim"))
             parts.append(Padding(steps_table(last), (0, 0, 1, 2), expand=False))
     return Group(*parts)
+
+
+def _about_rows(rows: RowVerdict) -> str:
+    """Whether inputs may be padded along one of their sizes, in a sentence."""
+    if rows.kind == "row_wise":
+        return "rows: padding never reaches live rows, whatever it holds"
+    if rows.kind == "causal":
+        return "rows: padding never reaches live rows as long as it is finite (causal)"
+    where = f" in {rows.module}" if rows.module else ""
+    line = f" ({short_path(rows.source.file)}:{rows.source.line})" if rows.source else ""
+    return f"rows: padding may reach live rows: {rows.text}: {rows.op}{where}{line}"
 
 
 def _alike(plans: Sequence[Plan | None]) -> list[list[int]]:

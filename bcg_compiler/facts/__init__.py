@@ -6,11 +6,12 @@
 ``known_ops``  what neither schema nor tag of an operation tells
 ``modes``      grad, autocast and inference state, functorch regions
 ``sizes``      which symbols are sizes, which are numbers, which are read from data
+``rows``, ``row_rules``, ``row_proof``  whether padded rows can reach live ones
 ``graph``      the graph with its facts and marks: what passes work on
 """
 
 from bcg_compiler.facts.collect import collect_facts
 from bcg_compiler.facts.graph import AnnotatedGraph
-from bcg_compiler.facts.node import ModeState, NodeFacts, Reason, Source, TensorSpec
+from bcg_compiler.facts.node import ModeState, NodeFacts, Reason, RowVerdict, Source, TensorSpec
 
-__all__ = ["AnnotatedGraph", "ModeState", "NodeFacts", "Reason", "Source", "TensorSpec", "collect_facts"]
+__all__ = ["AnnotatedGraph", "ModeState", "NodeFacts", "Reason", "RowVerdict", "Source", "TensorSpec", "collect_facts"]

@@ -31,7 +31,18 @@ from bcg_compiler.compat.recorder import OpRecorder, Recorded
 from bcg_compiler.facts import footprint, known_ops
 from bcg_compiler.facts.graph import AnnotatedGraph
 from bcg_compiler.facts.modes import ModeTracker, is_functorch_node, is_mode_node, nesting_change
-from bcg_compiler.facts.node import FENCE, RANDOM_STATE, STREAMS, WORLD, NodeFacts, Reason, Source, TensorSpec
+from bcg_compiler.facts.node import (
+    FENCE,
+    RANDOM_STATE,
+    STREAMS,
+    WORLD,
+    NodeFacts,
+    Reason,
+    RowVerdict,
+    Source,
+    TensorSpec,
+)
+from bcg_compiler.facts.row_proof import row_verdicts
 from bcg_compiler.facts.sizes import Symbols
 
 
@@ -96,10 +107,18 @@ class _Collector:
             parameters=self.roots.parameters,
             outside=self.roots.outside,
             written=frozenset().union(*(f.writes for f in self.facts.values())),
+            rows=self._row_verdicts(),
             mode_nodes=self.mode_nodes,
             constants=self.constants,
             exit_grad=self.modes.state.grad,
         )
+
+    def _row_verdicts(self) -> tuple[RowVerdict, ...]:
+        fakes = {n: v for n, v in self.values.items() if n in self.input_facts and isinstance(v, torch.Tensor)}
+        callers = {self.input_facts[n].ordinal: v for n, v in fakes.items() if not _comes_back(n)}
+        outside = [v for n, v in fakes.items() if _comes_back(n)]
+        ran = [(node, self.facts[node], calls, given, result) for node, calls, given, result in self._pending]
+        return row_verdicts(callers, outside, ran, tree_leaves(self._given(self.module.graph.output_node().args)))
 
     # -- inputs -------------------------------------------------------------------------------------------------
 
@@ -409,6 +428,11 @@ def _real_tensors_allowed(mode: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+def _comes_back(node: Node) -> bool:
+    """Whether an input is the same at each call: a parameter, a buffer, a constant."""
+    return node.op == "get_attr" or dynamo.is_static_input(node) or dynamo.is_held(node)
 
 
 def _described(node: Node, mode: FakeTensorMode) -> Any:

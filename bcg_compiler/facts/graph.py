@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from bcg_compiler.facts.node import NodeFacts, Reason
+from bcg_compiler.facts.node import NodeFacts, Reason, RowVerdict
 
 
 @dataclass
@@ -21,6 +21,7 @@ class AnnotatedGraph:
     ``exit_grad``    the grad mode that the graph leaves behind, ``None`` if it is the caller's
     ``written``      roots that the graph's own operations write (``facts`` add what may be written unseen)
     ``moving``       ordinals of parameters, buffers and held tensors that are given new memory again and again
+    ``rows``         whether padded rows can reach live ones, for each number of rows that the graph leaves open
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
 
@@ -32,6 +33,7 @@ class AnnotatedGraph:
     parameters: frozenset[int]
     outside: frozenset[int]
     written: frozenset[int]
+    rows: tuple[RowVerdict, ...] = ()
     constants: dict[Node, Any] = field(default_factory=dict)
     exit_grad: bool | None = None
     mode_nodes: dict[int, Node] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """The facts of one node. Pure data: nothing here refers to a graph, a tensor or a device."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 #: Roots are small integers that stand for storages; these negative ones stand for state that is not a storage.
 RANDOM_STATE = -1  # the generators' state: order of random operations
@@ -52,6 +53,25 @@ class ModeState:
 
     stack: tuple[int, ...] = ()
     grad: bool | None = None
+
+
+@dataclass(frozen=True)
+class RowVerdict:
+    """Whether padded rows can reach live ones, for one number of rows that the graph leaves open.
+
+    ``inputs``  (ordinal, dimension) of each input whose size is that number
+    ``kind``    ``row_wise``: never, whatever padded rows hold; ``causal``: not as long as they are finite;
+                ``mixing``: they can, or it could not be shown
+    ``reason``  of a mixing graph: the node that mixes rows first, as far as known
+    """
+
+    inputs: tuple[tuple[int, int], ...]
+    kind: Literal["row_wise", "causal", "mixing"]
+    text: str = ""
+    ordinal: int = -1
+    op: str = ""
+    module: str = ""
+    source: Source | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From an annotated graph to a plan."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,7 @@ class _Builder:
             device=self.graph.device,
             uncaptured=self._uncaptured(steps) or self._stale_bridge(steps, in_segments & of_breaks),
             passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
+            rows=tuple(replace(rows, text=self.symbols.text(rows.text)) for rows in self.graph.rows),
         )
 
     def _inputs(self) -> list[Value]:

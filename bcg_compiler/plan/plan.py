@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from bcg_compiler.facts.node import ModeState, Reason, Source, TensorSpec
+from bcg_compiler.facts.node import ModeState, Reason, RowVerdict, Source, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Plan:
     ``bridges``  ordinals of the values that a break makes and a segment reads: copied to a fixed address
     ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
+    ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
     """
 
     steps: tuple[Step, ...]
@@ -116,6 +117,7 @@ class Plan:
     device: str
     uncaptured: Reason | None = None
     passes: tuple[PassSummary, ...] = ()
+    rows: tuple[RowVerdict, ...] = ()
 
     @property
     def segments(self) -> tuple[Step, ...]:
