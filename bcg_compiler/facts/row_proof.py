@@ -10,7 +10,7 @@ from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat.fake import is_data_symbol, size_expression, storage_key, symbols_of, tree_leaves
 from bcg_compiler.compat.recorder import Recorded
 from bcg_compiler.facts.node import NodeFacts, RowVerdict
-from bcg_compiler.facts.row_rules import Operation, rule_for
+from bcg_compiler.facts.row_rules import Operation, Rule, rule_for
 from bcg_compiler.facts.rows import Axis, Mixed, MixesError, Rows, Sizes, grows, is_settled
 
 #: A node as it was recorded: its facts, the operations it dispatched, its arguments and its result.
@@ -87,13 +87,21 @@ class _Proof:
     def _call(self, call: Recorded) -> None:
         results = [leaf for leaf in call.results if isinstance(leaf, torch.Tensor)]
         before = self.misread or next((s for t in call.reads if isinstance(s := self.known.get(id(t)), Mixed)), None)
+        made: Rows | Mixed | tuple[Rows, ...]
         if before is not None:
-            made: Rows | Mixed | tuple[Rows, ...] = before
+            made = before
+        elif self._has_no_part(call, results):
+            causal = any(self._rows(t).causal for t in call.reads)
+            for tensor in (*call.writes, *results):
+                self._learn(tensor, Rows(self._by_shape(tensor).dims, causal=causal))
+            return
         else:
             try:
                 made = self._apply(call, results)
             except MixesError as error:
                 made = Mixed(self.here, str(error))
+            except Exception as error:  # no proof, and no reason to stop a compile
+                made = Mixed(self.here, f"nothing could be shown ({type(error).__name__}: {error})")
         if call.writes:
             for tensor in call.writes:
                 self._write(tensor, made if isinstance(made, (Rows, Mixed)) else made[0])
@@ -101,21 +109,25 @@ class _Proof:
         for position, tensor in enumerate(results):
             self._learn(tensor, made[position] if isinstance(made, tuple) else made)
 
+    def _has_no_part(self, call: Recorded, results: Sequence[torch.Tensor]) -> bool:
+        """Whether rows have no part in an operation that no rule is known for."""
+        known = isinstance(call.op, torch._ops.OpOverload) and _rule_of(call) is not None
+        random = isinstance(call.op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.op.tags
+        return not known and not random and not any(self.sizes.symbol in symbols_of(t) for t in (*call.reads, *results))
+
     def _apply(self, call: Recorded, results: Sequence[torch.Tensor]) -> Rows | tuple[Rows, ...]:
         if not isinstance(call.op, torch._ops.OpOverload):
             raise MixesError("nothing is known of a higher-order operation")
-        namespace, _, name = call.op._schema.name.partition("::")
+        name = call.op._schema.name
         if torch.Tag.nondeterministic_seeded in call.op.tags and not _draws_nothing(call):
             raise MixesError("it draws random numbers: more of them for more rows")
-        if torch.Tag.inplace_view in call.op.tags and name != "detach_":
+        if torch.Tag.inplace_view in call.op.tags and name != "aten::detach_":
             raise MixesError("it changes a shape in place")
-        rule = rule_for(name.removesuffix("_")) or rule_for(name) if namespace == "aten" else None
+        rule = _rule_of(call)
         if rule is None:
-            if not any(self.sizes.symbol in symbols_of(t) for t in (*call.reads, *results)):
-                causal = any(self._rows(t).causal for t in call.reads)
-                return tuple(Rows(self._by_shape(t).dims, causal=causal) for t in results)  # rows have no part in it
-            raise MixesError(f"nothing is known of {namespace}::{name}")
-        return rule(Operation(name.removesuffix("_"), _named(call), results, self._rows, self.sizes))
+            raise MixesError(f"nothing is known of {name}")
+        bare = name.partition("::")[2].removesuffix("_")
+        return rule(Operation(bare, _named(call), results, self._rows, self.sizes))
 
     def _break(self, target: BoundBreak, given: Any, result: Any) -> None:
         spec = target.spec
@@ -184,6 +196,11 @@ class _Proof:
                 self.known[id(other)] = (
                     state if isinstance(state, Mixed) else Rows(before.dims, causal=before.causal or causal)
                 )
+
+
+def _rule_of(call: Recorded) -> Rule | None:
+    namespace, _, name = call.op._schema.name.partition("::")
+    return rule_for(name.removesuffix("_")) or rule_for(name) if namespace == "aten" else None
 
 
 def _draws_nothing(call: Recorded) -> bool:

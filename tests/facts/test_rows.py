@@ -261,6 +261,22 @@ MIXING: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
 }
 
 
+@torch.library.custom_op("bcg_tests_rows::count", mutates_args=("total",))
+def count(total: Tensor) -> None:
+    total.add_(1)
+
+
+def test_operation_that_has_no_part_in_rows_needs_no_rule(facts_of: Collect) -> None:
+    """A counter, say. One that returns nothing and writes must not stop the compile either."""
+    total = torch.zeros(2)
+
+    def counted(x: Tensor) -> Tensor:
+        count(total)
+        return x.sin() + total[0]
+
+    assert verdict(facts_of, counted, rows).kind == "row_wise"
+
+
 def verdict(facts_of: Collect, fn: Callable[..., Any], inputs: Inputs) -> Any:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         graph = facts_of(fn, *inputs(5), again=inputs(8)).graph
@@ -382,6 +398,7 @@ def test_random_programs_judged_safe_are_safe(facts_of: Collect) -> None:
         exec(text, globals(), scope)
         found = verdict(facts_of, scope["program"], rows)
         kinds.append(found.kind)
+        assert "nothing could be shown" not in found.text
         if found.kind != "mixing":
             check(scope["program"], rows, float("nan") if found.kind == "row_wise" else 3.0)
 
