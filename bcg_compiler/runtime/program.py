@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -45,8 +46,8 @@ class Program:
     """Runs the steps of one plan: eagerly at the first call of a shape, captured and replayed from the second on.
 
     ``again`` makes the parts anew after a node was marked; it is used when a capture shows that a node cannot be
-    captured. One lock for each program: a call while another one runs, from inside of it or from another
-    thread, runs eagerly.
+    captured. One lock for each program: a call while another one runs, from inside of it or from another thread, runs
+    eagerly.
     """
 
     def __init__(self, compiled: Compiled, options: Options, again: Callable[[AnnotatedGraph], Compiled]) -> None:
@@ -57,6 +58,7 @@ class Program:
         self._options = options
         self._again = again
         self._lock = threading.Lock()
+        self._runner = 0  # the thread that holds the lock
         self._lines: dict[str, dict[int, tuple[Step, PlanNode]]] = {}
         self.captured_on = ""
         self._device: CaptureDevice | None = None
@@ -76,19 +78,25 @@ class Program:
         # Nobody waits: a body may wait for a thread that calls this program, or be called by another program's body.
         if not self._lock.acquire(blocking=False):
             return self._eagerly("busy", args)
+        self._runner = threading.get_ident()
         try:
             return self._call(args)
         except Exception as error:
             self._say_where(error)
             raise
         finally:
+            self._runner = 0
             self._lock.release()
 
     def release(self) -> None:
-        """Let go of captures and code. A call after this raises ``ReleasedError``."""
-        self._forget_captures()
-        self._call = _released  # type: ignore[method-assign,assignment]
-        self._lines.clear()
+        """Let go of captures and code. A call after this raises ``ReleasedError``.
+
+        Waits for a call in another thread; one that it is called from, by a break's body, loses its captures.
+        """
+        with nullcontext() if self._runner == threading.get_ident() else self._lock:
+            self._forget_captures()
+            self._call = _released  # type: ignore[method-assign,assignment]
+            self._lines.clear()
 
     @property
     def source(self) -> str:
