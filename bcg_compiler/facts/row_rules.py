@@ -116,7 +116,7 @@ def pointwise(op: Operation) -> Rows:
     beyond = {}
     for place, dim in enumerate(dims):
         if grows(dim):
-            constant = _fold(op, lambda value, place=place: _beyond(value, place - len(dims)))  # type: ignore[misc]
+            constant = _fold(op, lambda value, place=place: _beyond(value, dims, place))  # type: ignore[misc]
             if constant is not None:
                 beyond[place] = constant
     beyond |= _compared(op, dims)
@@ -148,13 +148,15 @@ def _narrower(one: Dim, other: Dim) -> Dim:
     return tuple(Axis(a.size, smaller(a.live, b.live)) for a, b in zip(one, other, strict=True))
 
 
-def _beyond(value: Rows, place: int) -> float | None:
-    """The constant that an argument holds beyond the live part of the result's dimension ``place`` (negative)."""
+def _beyond(value: Rows, dims: tuple[Dim, ...], place: int) -> float | None:
+    """The constant that an argument holds beyond the live part of dimension ``place`` of the result."""
     if value.constant is not None:
         return value.constant
-    if len(value.dims) < -place or not value.dims[place]:
+    own = place - len(dims) + len(value.dims)
+    if own < 0 or not value.dims[own]:
         return None  # the same all along, and unknown
-    return value.beyond.get(len(value.dims) + place)
+    # Where another argument has fewer live entries, this one's own begin to be constant too late.
+    return value.beyond.get(own) if same(_live(value.dims[own]), _live(dims[place])) else None
 
 
 def _fold(op: Operation, constant_of: Callable[[Rows], float | None]) -> float | None:
@@ -377,9 +379,11 @@ def _joined(op: Operation) -> Rows:
     for other in others[1:]:
         dims = _broadcast([Rows(dims), Rows(other)], len(dims))
     if not any(grows(value.dims[place]) for value in values):
-        beyond = {
-            i: constant for i, constant in values[0].beyond.items() if all(v.beyond.get(i) == constant for v in values)
-        }
+        beyond = {}
+        for i in (i for i, dim in enumerate(dims) if grows(dim)):
+            constants = {_beyond(value, dims, i) for value in values}
+            if len(constants) == 1 and (constant := constants.pop()) is not None:
+                beyond[i] = constant
         return Rows(_replaced(dims, place, op.dims_of_result()[place]), beyond, causal=causal)
     live: Size = 0  # all up to the end of the first part that grows; what comes behind it stands elsewhere in a bucket
     for value in values:

@@ -248,6 +248,11 @@ MIXING: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
     ),
     "number_read_from_mixed_rows": (lambda x: x * x.mean().item(), rows, "mean runs over all rows"),
     "positions_that_wrap_around": (lambda x: x[torch.arange(x.shape[0]) - 1], rows, "takes rows by number"),
+    "mask_over_columns_that_end_too_early": (
+        lambda x: torch.where(causal_mask(x.shape[0]), x @ torch.cat([x[1:], x[:1]], 0).t(), 0.0) @ x,
+        rows,
+        "matrix product adds up over rows",
+    ),
     "two_rows_in_one": (lambda x: x.view(-1, 8), lambda n: (torch.randn(2 * n, 4),), ""),
     "convolution_that_looks_ahead": (
         lambda x: F.conv1d(x.t().unsqueeze(0), torch.ones(4, 1, 3), padding=1, groups=4),
