@@ -62,11 +62,13 @@ class RowVerdict:
     ``inputs``  (ordinal, dimension) of each input whose size is that number
     ``kind``    ``row_wise``: never, whatever padded rows hold; ``causal``: not as long as they are finite;
                 ``mixing``: they can, or it could not be shown
-    ``reason``  of a mixing graph: the node that mixes rows first, as far as known
+    ``least``   the fewest live rows for which that holds: a graph may take its first two rows, say
+    ``text`` …  of a mixing graph: why, and the node that mixes rows first, as far as known
     """
 
     inputs: tuple[tuple[int, int], ...]
     kind: Literal["row_wise", "causal", "mixing"]
+    least: int = 1
     text: str = ""
     ordinal: int = -1
     op: str = ""

@@ -333,6 +333,8 @@ def _sliced(op: Operation) -> Rows:
         raise MixesError("it cuts rows that a reshape has merged")
     end = op.shape()[place] + start
     live = smaller(dim[0].live, end) if op.sizes.grows(end) else None
+    if live is None:
+        op.sizes.need(_live(dim), int(end))
     kept = (Axis(op.shape()[place], None if live is None else live - start),) if op.shape()[place] != 1 else ()
     beyond = {i: constant for i, constant in value.beyond.items() if i != place or (kept and grows(kept))}
     iota = value.iota
@@ -348,6 +350,8 @@ def _selected(op: Operation) -> Rows:
     index = op.size("index")
     if grows(value.dims[place]) and (op.sizes.grows(index) or (isinstance(index, int) and index < 0)):
         raise MixesError("it counts rows from the end")
+    if grows(value.dims[place]):
+        op.sizes.need(_live(value.dims[place]), int(index) + 1)
     dims = (*value.dims[:place], *value.dims[place + 1 :])
     return Rows(dims, constant=value.constant, causal=value.causal, window=value.window)
 

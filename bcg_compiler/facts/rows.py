@@ -82,6 +82,15 @@ class Sizes:
 
     def __init__(self, symbol: str) -> None:
         self.symbol = symbol
+        self.least = 1
+
+    def need(self, live: Size, count: int) -> None:
+        """What follows holds only if at least ``count`` entries are live: note how many rows that takes."""
+        (symbol,) = (s for s in live.free_symbols if str(s) == self.symbol)
+        slope, rest = live.coeff(symbol, 1), live.coeff(symbol, 0)
+        if not (slope.is_Integer and rest.is_Integer):
+            raise MixesError(f"it needs at least {count} of {live} entries")
+        self.least = max(self.least, -((int(rest) - count) // int(slope)))
 
     def grows(self, size: Size) -> bool:
         """Whether the size depends on the number of rows."""

@@ -266,6 +266,21 @@ MIXING: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("fn", "least"),
+    [
+        (lambda x: x * 2, 1),
+        (lambda x: x[:3] * 2, 3),
+        (lambda x: x[1:][:2] * 2, 3),
+        (lambda x: x * x[2], 3),
+    ],
+    ids=["all", "first", "first_behind_the_first", "one"],
+)
+def test_fewest_rows_for_which_a_verdict_holds(facts_of: Collect, fn: Callable[..., Any], least: int) -> None:
+    """With one live row the second is padding, and a graph that takes the first three takes it."""
+    assert verdict(facts_of, fn, rows).least == least
+
+
 @torch.library.custom_op("bcg_tests_rows::count", mutates_args=("total",))
 def count(total: Tensor) -> None:
     total.add_(1)
