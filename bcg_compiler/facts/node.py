@@ -60,7 +60,8 @@ class RowVerdict:
     """Whether padded rows can reach live ones, for one number of rows that the graph leaves open.
 
     ``inputs``  (ordinal, dimension) of each input whose size is that number
-    ``kind``    ``row_wise``: never, whatever padded rows hold; ``causal``: not as long as they are finite;
+    ``kind``    ``row_wise``: never, whatever padded rows hold; ``causal``: not as long as they are finite, and
+                all that is computed of them;
                 ``mixing``: they can, or it could not be shown
     ``least``   the fewest live rows for which that holds: a graph may take its first two rows, say
     ``text`` …  of a mixing graph: why, and the node that mixes rows first, as far as known

@@ -43,6 +43,7 @@ class _Proof:
         self.known: dict[int, Rows | Mixed] = {}
         self.shared: dict[int, list[torch.Tensor]] = {}
         self.here = -1
+        self.fraction: Mixed | None = None
         self.misread: Mixed | None = None  # a number was read from mixed rows: whatever comes later may depend on it
 
     def verdict(
@@ -58,6 +59,7 @@ class _Proof:
             self.here = facts.ordinal
             if isinstance(node.target, BoundBreak):
                 self._break(node.target, given, result)
+            self.fraction = self._fraction_of_rows(given)
             for call in calls:
                 self._call(call)
             self._read_numbers(given, result)
@@ -88,7 +90,11 @@ class _Proof:
 
     def _call(self, call: Recorded) -> None:
         results = [leaf for leaf in call.results if isinstance(leaf, torch.Tensor)]
-        before = self.misread or next((s for t in call.reads if isinstance(s := self.known.get(id(t)), Mixed)), None)
+        before = (
+            self.misread
+            or self.fraction
+            or next((s for t in call.reads if isinstance(s := self.known.get(id(t)), Mixed)), None)
+        )
         made: Rows | Mixed | tuple[Rows, ...]
         if before is not None:
             made = before
@@ -115,7 +121,8 @@ class _Proof:
         """Whether rows have no part in an operation that no rule is known for."""
         known = isinstance(call.op, torch._ops.OpOverload) and _rule_of(call) is not None
         random = isinstance(call.op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in call.op.tags
-        return not known and not random and not any(self.sizes.symbol in symbols_of(t) for t in (*call.reads, *results))
+        seen = (*tree_leaves((call.args, call.kwargs)), *results)
+        return not known and not random and not any(self.sizes.symbol in symbols_of(leaf) for leaf in seen)
 
     def _apply(self, call: Recorded, results: Sequence[torch.Tensor]) -> Rows | tuple[Rows, ...]:
         if not isinstance(call.op, torch._ops.OpOverload):
@@ -129,7 +136,9 @@ class _Proof:
         if rule is None:
             raise MixesError(f"nothing is known of {name}")
         bare = name.partition("::")[2].removesuffix("_")
-        return rule(Operation(bare, _named(call), results, self._rows, self.sizes))
+        operation = Operation(bare, _named(call), results, self._rows, self.sizes)
+        operation.no_size_is_a_number()
+        return rule(operation)
 
     def _break(self, target: BoundBreak, given: Any, result: Any) -> None:
         spec = target.spec
@@ -138,6 +147,9 @@ class _Proof:
         if mixed is None and not spec.reads_live_rows:
             text = f"break {spec.name} may read padded rows; if it reads live ones only, declare reads_live_rows=True"
             mixed = Mixed(self.here, text)
+        numbers = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
+        if mixed is None and any(self.sizes.symbol in symbols_of(number) for number in numbers):
+            mixed = Mixed(self.here, f"break {spec.name} is given the number of rows")
         known = [] if mixed else [self._rows(t) for t in tensors]
         if not all(map(is_settled, known)):
             mixed = Mixed(self.here, f"the last rows that break {spec.name} is given are made of padded ones")
@@ -148,6 +160,13 @@ class _Proof:
         args, kwargs = given
         for tensor in spec.mutated(args, kwargs):
             self._write(tensor, mixed or Rows(self._by_shape(tensor).dims, causal=causal))
+
+    def _fraction_of_rows(self, given: Any) -> Mixed | None:
+        """A number made of a number of rows is no size; ATen may get it as a constant, so it is looked for before."""
+        numbers = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.SymFloat))
+        if any(self.sizes.symbol in symbols_of(number) for number in numbers):
+            return Mixed(self.here, "it computes with the number of rows")
+        return None
 
     def _read_numbers(self, given: Any, result: Any) -> None:
         if not any(is_data_symbol(s) for leaf in tree_leaves(result) for s in symbols_of(leaf)):
@@ -187,7 +206,7 @@ class _Proof:
         old = self.known.get(id(tensor))
         others = [t for t in self.shared.get(storage_key(tensor) or -1, ()) if t is not tensor]
         if isinstance(state, Rows) and isinstance(old, Rows) and old.window and any(map(grows, old.dims)):
-            state = Mixed(self.here, "padded rows are written into memory that outlives the call")
+            state = Mixed(self.here, "a write ends at a number of rows, and what is behind it stays")
         if isinstance(state, Rows) and others and not is_settled(state):
             state = Mixed(self.here, "padded rows are written behind live ones")
         self._learn(tensor, state)

@@ -67,14 +67,24 @@ class Operation:
         found = self.given.get(name)
         return default if found is None else size_expression(found)
 
-    def no_size_is_a_number(self, but: Sequence[str] = ()) -> None:
+    def no_size_is_a_number(self) -> None:
         """A number of rows among the numbers that are computed with is another one in a bucket."""
         for name, value in self.given.items():
-            if name in but:
+            if name in _SIZES | _PLACES.get(self.name, frozenset()):
                 continue
             for leaf in tree_leaves(value):
                 if isinstance(leaf, (torch.SymInt, torch.SymFloat)) and self.sizes.grows(leaf.node.expr):
                     raise MixesError(f"{self.name} computes with the number of rows")
+
+
+#: Arguments that are sizes, of whatever operation; and those that say where in a dimension, which rules look at.
+_SIZES = frozenset({"size", "shape", "stride"})
+_PLACES = {
+    "slice": frozenset({"start", "end"}),
+    "select": frozenset({"index"}),
+    "arange": frozenset({"end"}),
+    "constant_pad_nd": frozenset({"pad"}),
+}
 
 
 def rule_for(name: str) -> Rule | None:
@@ -109,7 +119,6 @@ _POINTWISE = (
 
 def pointwise(op: Operation) -> Rows:
     """Each entry of the result depends on one entry of each argument."""
-    op.no_size_is_a_number()
     values = op.all_rows()
     dims = _broadcast(values, len(op.results[0].shape))
     causal = any(value.causal for value in values)
@@ -153,8 +162,8 @@ def _beyond(value: Rows, dims: tuple[Dim, ...], place: int) -> float | None:
     if value.constant is not None:
         return value.constant
     own = place - len(dims) + len(value.dims)
-    if own < 0 or not value.dims[own]:
-        return None  # the same all along, and unknown
+    if own < 0 or len(value.dims[own]) != 1:
+        return None  # the same all along and unknown, or merged
     # Where another argument has fewer live entries, this one's own begin to be constant too late.
     return value.beyond.get(own) if same(_live(value.dims[own]), _live(dims[place])) else None
 
@@ -174,14 +183,18 @@ def _fold(op: Operation, constant_of: Callable[[Rows], float | None]) -> float |
             return 0.0 if 0.0 in (one, other) else None
         case "bitwise_or" | "logical_or":
             return 1.0 if op.results[0].dtype is torch.bool and 1.0 in (one, other) else None
-        case "bitwise_not" | "logical_not":
+        case "bitwise_not":
             return None if one is None or op.results[0].dtype is not torch.bool else 1.0 - one
+        case "logical_not":
+            return None if one is None else float(one == 0.0)
         case "mul":
             return 0.0 if 0.0 in (one, other) else None
-        case "add":
-            return -math.inf if -math.inf in (one, other) else None
-        case "sub":
-            return -math.inf if one == -math.inf else None
+        case "add" | "sub":
+            # What is not known is taken to be finite.
+            finite = other is None or abs(other) != math.inf
+            if op.name == "add" and other == -math.inf and (one is None or abs(one) != math.inf):
+                return -math.inf if op.given.get("alpha", 1) == 1 else None
+            return -math.inf if one == -math.inf and finite else None
         case "where":
             chosen = constant("condition")
             return None if chosen is None else one if chosen else other
@@ -190,7 +203,9 @@ def _fold(op: Operation, constant_of: Callable[[Rows], float | None]) -> float |
             return None if chosen is None else constant("value") if chosen else one
         case "exp":
             return 0.0 if one == -math.inf else None
-        case "_to_copy" | "to" | "clone" | "contiguous":
+        case "_to_copy" | "to":
+            return one if one in (0.0, 1.0) or op.results[0].dtype.is_floating_point else None
+        case "clone" | "contiguous":
             return one
         case _:
             return None
@@ -223,7 +238,15 @@ def _compared(op: Operation, dims: tuple[Dim, ...]) -> dict[int, float]:
 
 
 def _live(dim: Dim) -> Size:
-    return dim[0].live if len(dim) == 1 and dim[0].live is not None else size_of(dim)
+    if not grows(dim):
+        return size_of(dim)
+    if len(dim) > 1:
+        raise MixesError("it looks along rows that a reshape has merged")
+    return dim[0].live
+
+
+#: Types that hold every position.
+_EXACT = {torch.int32, torch.int64, torch.float32, torch.float64}
 
 
 def _moved_iota(op: Operation, values: list[Rows], rank: int) -> tuple[int, Size] | None:
@@ -233,7 +256,8 @@ def _moved_iota(op: Operation, values: list[Rows], rank: int) -> tuple[int, Size
     other = op.given.get("other", 0)
     step = op.given.get("alpha", 1)
     if op.name in ("_to_copy", "to", "clone", "contiguous"):
-        return place + rank - len(values[0].dims), offset
+        exact = op.results[0].dtype in _EXACT
+        return (place + rank - len(values[0].dims), offset) if exact else None
     if op.name in ("add", "sub") and type(other) is int and step == 1:
         return place + rank - len(values[0].dims), offset + (other if op.name == "add" else -other)
     return None
@@ -302,7 +326,7 @@ def _expanded(op: Operation) -> Rows:
             raise MixesError("rows are repeated one after the other")
         dims.append(old or dim)
     beyond = {i + lead: constant for i, constant in value.beyond.items()}
-    iota = (value.iota[0] + lead, value.iota[1]) if value.iota else None
+    iota = (value.iota[0] + lead, value.iota[1]) if value.iota and value.dims[value.iota[0]] else None
     return replace(value, dims=tuple(dims), beyond=beyond, iota=iota)
 
 
@@ -340,7 +364,8 @@ def _sliced(op: Operation) -> Rows:
     iota = value.iota
     if iota is not None and iota[0] == place:
         iota = (place, iota[1] + start)
-    return replace(value, dims=_replaced(value.dims, place, kept), beyond=beyond, iota=iota)
+    window = value.window or (live is not None and not same(end, dim[0].size))
+    return replace(value, dims=_replaced(value.dims, place, kept), beyond=beyond, iota=iota, window=window)
 
 
 @_rule("select")
@@ -348,7 +373,7 @@ def _selected(op: Operation) -> Rows:
     value = op.rows("self")
     place = op.dim("dim", value)
     index = op.size("index")
-    if grows(value.dims[place]) and (op.sizes.grows(index) or (isinstance(index, int) and index < 0)):
+    if op.sizes.grows(index) or (grows(value.dims[place]) and index < 0):
         raise MixesError("it counts rows from the end")
     if grows(value.dims[place]):
         op.sizes.need(_live(value.dims[place]), int(index) + 1)
@@ -431,19 +456,17 @@ def _padded(op: Operation) -> Rows:
 
 @_rule("arange")
 def _counted(op: Operation) -> Rows:
-    op.no_size_is_a_number(but=("end",))
     start, step = op.size("start"), op.given.get("step") or 1
     dims = op.dims_of_result()
     if step != 1 or not isinstance(start, int):
         if any(map(grows, dims)):
             raise MixesError("it counts in steps, or from a number of rows")
         return Rows(dims)
-    return Rows(dims, iota=(0, start))
+    return Rows(dims, iota=(0, start) if op.results[0].dtype in _EXACT else None)
 
 
 @_rule("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full")
 def _filled(op: Operation) -> Rows:
-    op.no_size_is_a_number(but=("size",))
     value = op.given.get("fill_value", 1.0 if "ones" in op.name else 0.0)
     return Rows(op.dims_of_result(), constant=float(value) if isinstance(value, (int, float)) else None)
 
@@ -455,7 +478,6 @@ def _zeroed(op: Operation) -> Rows:
 
 @_rule("scalar_tensor")
 def _scalar(op: Operation) -> Rows:
-    op.no_size_is_a_number()
     return Rows((), constant=float(op.given["s"]) if isinstance(op.given["s"], (int, float)) else None)
 
 
@@ -490,7 +512,6 @@ _NEUTRAL = {"sum": 0.0, "amax": -math.inf, "any": 0.0, "logsumexp": -math.inf, "
 @_rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin", "var", "std", "var_mean")
 @_rule("logsumexp", "norm", "linalg_vector_norm", "median", "std_mean", "nansum", "count_nonzero")
 def _reduced(op: Operation) -> Rows | tuple[Rows, ...]:
-    op.no_size_is_a_number()
     value = op.rows("self")
     named = op.given.get("dim")
     over = (
@@ -535,7 +556,6 @@ def _normalised(op: Operation) -> Rows:
 
 @_rule("topk", "sort", "argsort", "kthvalue", "mode")
 def _chosen(op: Operation) -> Rows | tuple[Rows, ...]:
-    op.no_size_is_a_number()
     value = op.rows("self")
     place = op.dim("dim", value, -1)
     if value.dims and grows(value.dims[place]):
@@ -612,7 +632,6 @@ def _hides(mask: Rows, at: int, value: Rows, place: int) -> bool:
 @_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
 @_rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention")
 def _attended(op: Operation) -> Rows | tuple[Rows, ...]:
-    op.no_size_is_a_number()
     query, key, value = op.rows("query"), op.rows("key"), op.rows("value")
     dropout = op.given.get("dropout_p")
     if dropout not in (None, 0.0):
@@ -625,7 +644,13 @@ def _attended(op: Operation) -> Rows | tuple[Rows, ...]:
         causal = True
     if isinstance(mask, torch.Tensor):
         causal = causal or op.known(mask).causal
-    made = Rows((*query.dims[:-1], value.dims[-1]), causal=causal)
+    parts = [query, key, value, *([op.known(mask)] if isinstance(mask, torch.Tensor) else [])]
+    if grows(query.dims[-1]) or grows(key.dims[-1]):
+        raise MixesError("attention adds up over rows")
+    batch = _broadcast([Rows(part.dims[:-2]) for part in parts], len(query.dims) - 2)
+    masked = parts[-1].dims[-2] if len(parts) > 3 and len(parts[-1].dims) > 1 else ()
+    queries = _narrower(query.dims[-2], masked) if grows(masked) and grows(query.dims[-2]) else query.dims[-2]
+    made = Rows((*batch, queries, value.dims[-1]), causal=causal)
     if len(op.results) == 1:
         return made
     return (made, *(Rows(op.dims_of_result(i)) for i in range(1, len(op.results))))
@@ -742,7 +767,6 @@ def _gathered(op: Operation) -> Rows:
 @_rule("scatter", "scatter_add", "scatter_reduce")
 def _scattered(op: Operation) -> Rows:
     """Row by row where it scatters along a dimension that does not grow."""
-    op.no_size_is_a_number()
     value, index = op.rows("self"), op.rows("index")
     place = op.dim("dim", value)
     if grows(value.dims[place]) or grows(index.dims[place]):

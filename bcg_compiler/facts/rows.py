@@ -45,7 +45,8 @@ class Rows:
     ``beyond``    dimension → the constant that it holds beyond the live part, as long as all other axes are live
     ``constant``  what every entry is, if known
     ``iota``      (dimension, offset): each entry is its index in that dimension plus the offset
-    ``window``    it is a view of a value that is larger and does not grow: what is written through it stays
+    ``window``    it is a view that ends before the memory behind it does, at a number of rows: a write through it ends
+                  elsewhere in a bucket
     ``causal``    that it is right was shown with padded rows that are finite
     """
 
@@ -62,7 +63,7 @@ class Rows:
 
     def with_dims(self, dims: tuple[Dim, ...]) -> "Rows":
         """A right value of other dimensions."""
-        return Rows(dims, constant=self.constant, causal=self.causal)
+        return Rows(dims, constant=self.constant, window=self.window, causal=self.causal)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn

@@ -59,6 +59,22 @@ def masked_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.masked_fill(~causal_mask(q.shape[-2]), float("-inf"))
 
 
+def masked_by(at: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(at[None, :] > at[:, None], float("-inf")).softmax(-1)
+
+
+def shifted_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:-1] = x[1:]
+    return y
+
+
+def padded_by_writing(x: Tensor) -> Tensor:
+    y = torch.zeros(x.shape[0] + 8, 4)
+    y[: x.shape[0]] = x
+    return y
+
+
 @bcg.eager_break(fake=torch.empty_like, reads_live_rows=True)
 def careful(x: Tensor) -> Tensor:
     return x * 2
@@ -252,6 +268,28 @@ MIXING: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
         lambda x: torch.where(causal_mask(x.shape[0]), x @ torch.cat([x[1:], x[:1]], 0).t(), 0.0) @ x,
         rows,
         "matrix product adds up over rows",
+    ),
+    # what a fresh pair of eyes found judged safe
+    "written_up_to_the_last": (lambda x: shifted_in_place(x), rows, "a write ends at a number of rows"),
+    "written_into_more_memory": (lambda x: padded_by_writing(x), rows, "a write ends at a number of rows"),
+    "one_row_of_a_flattened_batch": (lambda x: x.view(-1, 4)[5] * 2, batch, "a reshape has merged"),
+    "attention_over_a_flattened_batch": (
+        lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, -1, 4)] * 3, is_causal=True),
+        batch,
+        "a reshape has merged",
+    ),
+    "row_of_a_table_by_size": (lambda x: x + TABLE[x.shape[0] - 1], rows, "counts rows from the end"),
+    "rolled_by_size": (lambda x: x.roll(x.shape[0], 1), rows, "computes with the number of rows"),
+    "norm_with_a_size_in_it": (lambda x: F.layer_norm(x, (4,), eps=1 / x.shape[0]), rows, "with the number of rows"),
+    "positions_too_coarse_to_compare": (
+        of_heads(lambda q, k, v: masked_by(torch.arange(q.shape[-2], dtype=torch.bfloat16), q, k) @ v),
+        heads,
+        "softmax runs over all rows",
+    ),
+    "one_position_for_all": (
+        of_heads(lambda q, k, v: masked_by(torch.arange(1).expand(q.shape[-2]), q, k) @ v),
+        heads,
+        "softmax runs over all rows",
     ),
     "two_rows_in_one": (lambda x: x.view(-1, 8), lambda n: (torch.randn(2 * n, 4),), ""),
     "convolution_that_looks_ahead": (
