@@ -338,8 +338,10 @@ def test_operation_that_has_no_part_in_rows_needs_no_rule(facts_of: Collect) -> 
 def verdict(facts_of: Collect, fn: Callable[..., Any], inputs: Inputs) -> Any:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         graph = facts_of(fn, *inputs(5), again=inputs(8)).graph
-    (found,) = graph.rows
-    return found
+    # Torch 2.11 may leave other sizes open, too: those that vary in tests before this one.
+    one, other = inputs(5)[0], inputs(8)[0]
+    dim = next(d for d in range(one.dim()) if one.shape[d] != other.shape[d])
+    return next(rows for rows in graph.rows if (min(place for place, _ in rows.inputs), dim) in rows.inputs)
 
 
 def padded(inputs: Inputs, live: tuple[Tensor, ...], bucket: int, filler: float) -> tuple[Tensor, ...]:
