@@ -45,6 +45,11 @@ def is_held(node: Node) -> bool:
     return source.startswith(("G[", "L['self']")) and bool(_ATTRIBUTE.search(source))
 
 
+def comes_back(node: Node) -> bool:
+    """Whether an input is the same tensor at each call: it belongs to a module, or to another object that stays."""
+    return is_static_input(node) or is_held(node)
+
+
 def dotted_path(source: str) -> str:
     """``L['self']._modules['layers']._modules['0']._parameters['weight']`` → ``layers.0.weight``.
 

@@ -114,9 +114,16 @@ class _Collector:
         )
 
     def _row_verdicts(self) -> tuple[RowVerdict, ...]:
-        fakes = {n: v for n, v in self.values.items() if n in self.input_facts and isinstance(v, torch.Tensor)}
-        callers = {self.input_facts[n].ordinal: v for n, v in fakes.items() if not _comes_back(n)}
-        outside = [v for n, v in fakes.items() if _comes_back(n)]
+        callers: dict[int, torch.Tensor] = {}
+        outside: list[torch.Tensor] = []
+        for node, facts in self.input_facts.items():
+            fake = self.values[node]
+            if not isinstance(fake, torch.Tensor):
+                continue
+            if node.op == "get_attr" or dynamo.comes_back(node):
+                outside.append(fake)
+            else:
+                callers[facts.ordinal] = fake
         ran = [(node, self.facts[node], calls, given, result) for node, calls, given, result in self._pending]
         return row_verdicts(callers, outside, ran, tree_leaves(self._given(self.module.graph.output_node().args)))
 
@@ -428,11 +435,6 @@ def _real_tensors_allowed(mode: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
-
-
-def _comes_back(node: Node) -> bool:
-    """Whether an input is the same at each call: a parameter, a buffer, a constant."""
-    return node.op == "get_attr" or dynamo.is_static_input(node) or dynamo.is_held(node)
 
 
 def _described(node: Node, mode: FakeTensorMode) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,17 +28,15 @@ Known = Callable[[torch.Tensor], Rows]
 Rule = Callable[["Operation"], "Rows | tuple[Rows, ...]"]
 
 
+@dataclass(frozen=True)
 class Operation:
-    """One recorded operation with what is known of its arguments, by the names of its schema."""
+    """One recorded operation: its arguments by the names of its schema, its results, what is known of any tensor."""
 
-    def __init__(
-        self, name: str, given: dict[str, Any], results: Sequence[torch.Tensor], known: Known, sizes: Sizes
-    ) -> None:
-        self.name = name
-        self.given = given
-        self.results = results
-        self.known = known
-        self.sizes = sizes
+    name: str
+    given: dict[str, Any]
+    results: Sequence[torch.Tensor]
+    known: Known
+    sizes: Sizes
 
     def rows(self, name: str) -> Rows:
         """What is known of a tensor argument."""
@@ -108,12 +106,12 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 #: One string, as a list would take a hundred lines.
 _POINTWISE = (
     "_to_copy abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift "
-    "bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone contiguous "
-    "copy cos cosh div elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu gt "
-    "hardsigmoid hardswish hardtanh imag isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 "
-    "log_sigmoid_forward logaddexp logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum "
-    "mish mul nan_to_num ne neg pow real reciprocal relu relu6 remainder round rsqrt rsub sgn sigmoid sign "
-    "signbit silu sin sinh softplus sqrt square sub tan tanh threshold to trunc where "
+    "bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone copy cos "
+    "cosh div elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu gt hardsigmoid "
+    "hardswish hardtanh isinf isnan le leaky_relu lerp log log10 log1p log2 log_sigmoid_forward logaddexp "
+    "logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mish mul nan_to_num ne neg pow "
+    "reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit silu sin sinh softplus sqrt sub tan tanh "
+    "threshold trunc where "
 )
 
 
@@ -203,9 +201,9 @@ def _fold(op: Operation, constant_of: Callable[[Rows], float | None]) -> float |
             return None if chosen is None else constant("value") if chosen else one
         case "exp":
             return 0.0 if one == -math.inf else None
-        case "_to_copy" | "to":
+        case "_to_copy":
             return one if one in (0.0, 1.0) or op.results[0].dtype.is_floating_point else None
-        case "clone" | "contiguous":
+        case "clone":
             return one
         case _:
             return None
@@ -255,7 +253,7 @@ def _moved_iota(op: Operation, values: list[Rows], rank: int) -> tuple[int, Size
     place, offset = values[0].iota
     other = op.given.get("other", 0)
     step = op.given.get("alpha", 1)
-    if op.name in ("_to_copy", "to", "clone", "contiguous"):
+    if op.name in ("_to_copy", "clone"):
         exact = op.results[0].dtype in _EXACT
         return (place + rank - len(values[0].dims), offset) if exact else None
     if op.name in ("add", "sub") and type(other) is int and step == 1:
@@ -266,9 +264,7 @@ def _moved_iota(op: Operation, values: list[Rows], rank: int) -> tuple[int, Size
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
-@_rule(
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten", "view_as", "squeeze", "_unsafe_view"
-)
+@_rule("view", "_unsafe_view", "_reshape_alias", "squeeze")
 def _reshaped(op: Operation) -> Rows:
     return reshape(op.rows("self"), op.shape())
 
@@ -289,7 +285,7 @@ def _unsqueezed(op: Operation) -> Rows:
     )
 
 
-@_rule("detach", "alias", "lift_fresh", "view_of")
+@_rule("detach", "alias", "lift_fresh")
 def _same(op: Operation) -> Rows:
     return op.rows("self")
 
@@ -381,7 +377,7 @@ def _selected(op: Operation) -> Rows:
     return Rows(dims, constant=value.constant, causal=value.causal, window=value.window)
 
 
-@_rule("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_split_with_sizes")
+@_rule("split", "split_with_sizes", "unbind", "unsafe_split", "unsafe_split_with_sizes")
 def _split(op: Operation) -> tuple[Rows, ...]:
     value = op.rows("self")
     place = op.dim("dim", value, 0)
@@ -554,7 +550,7 @@ def _normalised(op: Operation) -> Rows:
     return Rows(value.dims, {place: 0.0}, causal=True)
 
 
-@_rule("topk", "sort", "argsort", "kthvalue", "mode")
+@_rule("topk", "sort", "kthvalue", "mode")
 def _chosen(op: Operation) -> Rows | tuple[Rows, ...]:
     value = op.rows("self")
     place = op.dim("dim", value, -1)
@@ -573,21 +569,14 @@ def _turned(op: Operation) -> Rows:
     return value.plain()
 
 
-@_rule("native_layer_norm", "_fused_rms_norm", "native_group_norm", "rms_norm", "layer_norm")
-def _normed(op: Operation) -> Rows | tuple[Rows, ...]:
+@_rule("native_layer_norm")
+def _normed(op: Operation) -> tuple[Rows, ...]:
     value = op.rows("input")
-    if op.name == "native_group_norm":
-        raise MixesError("a group norm runs over all rows") if any(map(grows, value.dims[1:])) else _unknown(op)
     count = len(op.given["normalized_shape"])
     if any(map(grows, value.dims[len(value.dims) - count :])):
         raise MixesError("a norm runs over all rows")
-    rest = value.dims[: len(value.dims) - count]
-    made = (Rows(value.dims, causal=value.causal), *(Rows((*rest, *((),) * count)),) * 2)
-    return made[0] if len(op.results) == 1 else made[: len(op.results)]
-
-
-def _unknown(op: Operation) -> MixesError:
-    return MixesError(f"nothing is known of {op.name}")
+    statistics = Rows((*value.dims[: len(value.dims) - count], *((),) * count))
+    return Rows(value.dims, causal=value.causal), statistics, statistics
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -630,7 +619,7 @@ def _hides(mask: Rows, at: int, value: Rows, place: int) -> bool:
 
 
 @_rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
-@_rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention")
+@_rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
 def _attended(op: Operation) -> Rows | tuple[Rows, ...]:
     query, key, value = op.rows("query"), op.rows("key"), op.rows("value")
     dropout = op.given.get("dropout_p")
@@ -754,7 +743,7 @@ def _picked(op: Operation) -> Rows:
     return Rows(_replaced(value.dims, place, index.dims[0] if index.dims else ()), causal=value.causal or index.causal)
 
 
-@_rule("gather", "take_along_dim")
+@_rule("gather")
 def _gathered(op: Operation) -> Rows:
     value, index = op.rows("self"), op.rows("index")
     place = op.dim("dim", value)
@@ -774,9 +763,3 @@ def _scattered(op: Operation) -> Rows:
     parts = [value, index] + ([op.rows("src")] if isinstance(op.given.get("src"), torch.Tensor) else [])
     others = _broadcast([Rows(_replaced(v.dims, place, ())) for v in parts], len(value.dims))
     return Rows(_replaced(others, place, value.dims[place]), causal=any(v.causal for v in parts))
-
-
-@_rule("one_hot")
-def _one_hot(op: Operation) -> Rows:
-    value = op.rows("self")
-    return Rows((*value.dims, op.dims_of_result()[-1]), causal=value.causal)

@@ -29,10 +29,10 @@ class Stub:
 
 def write_stubs(graph: AnnotatedGraph, plan: Plan, filename: str) -> tuple[dict[int, list[Stub]], Code | None]:
     """The stubs of each break by the index of its step, and the text they are in; no text where there is none."""
+    if not any(map(_brings_stub, graph.facts)):
+        return {}, None
     writer = Writer(graph, plan, of_break=BoundBreak.at_capture)
     found = [(step, node) for step in plan.breaks for n in step.nodes if _brings_stub(node := writer.nodes[n.ordinal])]
-    if not found:
-        return {}, None
     ordinals = {node: ordinal for ordinal, node in writer.nodes.items()}
     for step, node in found:
         _write(writer, step, node, ordinals)

@@ -79,7 +79,7 @@ class _Builder:
             kind: Literal["input", "size", "number", "static", "constant"]
             if node.op == "get_attr":
                 kind, name = "constant", f"constant.{node.target}"
-            elif facts.ordinal not in self.graph.moving and (dynamo.is_static_input(node) or dynamo.is_held(node)):
+            elif facts.ordinal not in self.graph.moving and dynamo.comes_back(node):
                 kind, name = "static", dynamo.dotted_path(source) or f"static{count}"
             else:
                 of_size = any(part in source for part in (".size()[", ".stride()[", ".storage_offset()"))
@@ -127,12 +127,7 @@ class _Builder:
     def _uncaptured(self, steps: Iterable[Step]) -> Reason | None:
         """What a slot cannot stand for: an input whose shape is changed in place, or whose storage is looked at."""
         crossing = {o for step in steps for o in (*step.inputs, *step.outputs)}
-        seen = {
-            root
-            for n, f in self.graph.input_facts.items()
-            if not (dynamo.is_static_input(n) or dynamo.is_held(n))
-            for root in f.results
-        }
+        seen = {root for n, f in self.graph.input_facts.items() if not dynamo.comes_back(n) for root in f.results}
         for o in crossing & self.by_ordinal.keys():
             seen |= self.graph.facts[self.by_ordinal[o]].results
         inputs = {root for f in self.graph.input_facts.values() for root in f.results}

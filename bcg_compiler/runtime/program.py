@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.compat.backends import attention_kernels
@@ -163,11 +164,11 @@ class Program:
         forms: dict[int, Any] = {}
         bridged: list[tuple[int, Any]] = []
         written = [args[i] for i in self._written]
-        if not all(is_plain(arg) and not arg.is_conj() and not arg.is_neg() for arg in args if _is_tensor(arg)):
+        if not all(is_plain(arg) and not arg.is_conj() and not arg.is_neg() for arg in args if isinstance(arg, Tensor)):
             self._never = "odd_input"  # Dynamo guards on all of it
 
         def note(ordinal: int, value: Any, *given: Any) -> None:
-            forms[ordinal] = memory.Form.of(value) if _is_tensor(value) else value
+            forms[ordinal] = memory.Form.of(value) if isinstance(value, Tensor) else value
             if ordinal not in self.plan.bridges:
                 return
             # A copy on a bridge of its own does not see what is written to the memory that it was copied from.
@@ -381,10 +382,6 @@ class Program:
         note = f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}"
         if note not in getattr(error, "__notes__", ()):  # one exception object may be raised again and again
             error.add_note(note)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 class _Last(NamedTuple):

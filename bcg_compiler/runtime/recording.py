@@ -79,7 +79,7 @@ def _stand_in(
 ) -> None:
     """Do what a break brings for capture. It must not be seen in the caller's memory: a capture has no effects."""
     given = [values[o] if o in values else memory.stand_in(forms[o]) for o in stub.inputs]
-    watched = [(t, t._version) for t in given if isinstance(t, Tensor) and storage_key(t) in callers and _counts(t)]
+    watched = [(t, t._version) for t in given if isinstance(t, Tensor) and storage_key(t) in callers]
     made = stub.run(*given)
     if any(tensor._version != version for tensor, version in watched):
         raise BreakMutationError(
@@ -90,10 +90,6 @@ def _stand_in(
         for position, ordinal in stub.items:
             if ordinal in bridges:
                 memory.fill_bridge(bridges[ordinal], made[position], f"The capture_stub of break {stub.name!r}")
-
-
-def _counts(tensor: Tensor) -> bool:
-    return not tensor.is_inference()  # inference tensors carry no version
 
 
 def _own(ordinal: int, value: Tensor) -> str:
