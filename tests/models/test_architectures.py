@@ -32,6 +32,7 @@ ARCHITECTURES = (
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
     bcg.reset()
+    torch._dynamo.utils.counters.clear()  # they are of the process: tests before this one may have hit a limit
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
