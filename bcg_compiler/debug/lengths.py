@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from bcg_compiler.errors import BcgError, nearest
-from bcg_compiler.plan.ladder import LARGEST
+from bcg_compiler.buckets.ladder import LARGEST
 
 #: Names of the column that holds the lengths; upper and lower case are the same.
 COLUMNS = ("ContextTokens", "lengths")

@@ -5,17 +5,14 @@
 ``build``      an annotated graph → a plan
 ``structure``  the structural key of a segment, by which equal ones are found
 ``text``       the stable text, the hash, JSON
-
-``ladder``     the buckets that prompts are padded to; ``choose`` has the two searches behind it
+``sizes``      sizes as numbers
 """
 
 from bcg_compiler.plan.build import build_plan
-from bcg_compiler.plan.ladder import Ladder
 from bcg_compiler.plan.plan import Plan, PlanNode, Step, StepReason, Value
 from bcg_compiler.plan.text import plan_from_json, plan_hash, plan_text, plan_to_json
 
 __all__ = [
-    "Ladder",
     "Plan",
     "PlanNode",
     "Step",

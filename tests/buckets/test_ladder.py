@@ -16,7 +16,7 @@ import bcg_compiler as bcg
 from bcg_compiler import Ladder, LadderError
 from bcg_compiler.debug.lengths import sample_lengths
 from bcg_compiler.plan import choose
-from bcg_compiler.plan.ladder import LARGEST, Waste
+from bcg_compiler.buckets.ladder import LARGEST, Waste
 
 # One sequence of examples for everybody and always: whether a test fails must not depend on chance or on the clock.
 thorough = settings(max_examples=300, deadline=None, derandomize=True, database=None)

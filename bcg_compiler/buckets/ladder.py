@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from bcg_compiler.errors import LadderError
-from bcg_compiler.plan.choose import fewest_padded, keep_within
+from bcg_compiler.buckets.choose import fewest_padded, keep_within
 
 #: Kernels index rows with 32 bits.
 LARGEST = 2**31 - 1
