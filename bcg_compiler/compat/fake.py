@@ -118,6 +118,26 @@ def size_expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
+def size_conditions(mode: FakeTensorMode) -> tuple[str, ...]:
+    """What holds of the sizes that a trace has left open, as expressions: its guards, and the range of each symbol.
+
+    For other sizes the trace would have gone another way.
+    """
+    env = mode.shape_env
+    if env is None:
+        return ()
+    found = [env.replace(guard.expr) for guard in env.guards]
+    for symbol, bounds in env.var_to_range.items():
+        if not is_data_symbol(str(symbol)):
+            replaced = env.replace(symbol)
+            found += [replaced >= bounds.lower, replaced <= bounds.upper]
+    return tuple(dict.fromkeys(str(condition) for condition in found if not _is_no_condition(condition)))
+
+
+def _is_no_condition(condition: Any) -> bool:
+    return bool(condition == True) or "int_oo" in str(condition)  # noqa: E712 (sympy's own True)
+
+
 def is_data_symbol(name: str) -> bool:
     """Whether a symbol stands for a value read from data (unbacked), by ShapeEnv's naming: ``u0``, ``zuf1``."""
     return name.startswith(("u", "zuf"))

@@ -21,6 +21,8 @@ from bcg_compiler.compat.fake import (
     FakeTensorMode,
     fresh_fake,
     is_traceable_wrapper_subclass,
+    size_conditions,
+    size_expression,
     storage_key,
     tracing,
     tracing_fake_mode,
@@ -108,6 +110,8 @@ class _Collector:
             outside=self.roots.outside,
             written=frozenset().union(*(f.writes for f in self.facts.values())),
             rows=self._row_verdicts(),
+            conditions=size_conditions(self.mode),
+            input_views=self._input_views(),
             mode_nodes=self.mode_nodes,
             constants=self.constants,
             exit_grad=self.modes.state.grad,
@@ -127,6 +131,16 @@ class _Collector:
         ran = [(node, self.facts[node], calls, given, result) for node, calls, given, result in self._pending]
         return row_verdicts(callers, outside, ran, tree_leaves(self._given(self.module.graph.output_node().args)))
 
+    def _input_views(self) -> frozenset[tuple[int, int]]:
+        inputs = {key: f.ordinal for n, f in self.input_facts.items() for key in _keys_of(self.values[n])}
+        returned = [n for n in self.module.graph.output_node().all_input_nodes if n in self.facts]
+        return frozenset(
+            (self.facts[node].ordinal, inputs[key])
+            for node in returned
+            for key in _keys_of(self.values[node])
+            if key in inputs
+        )
+
     # -- inputs -------------------------------------------------------------------------------------------------
 
     def _bind_inputs(self) -> None:
@@ -143,7 +157,7 @@ class _Collector:
                 facts = NodeFacts(ordinal, "input", results=root, specs=_specs(fake))
             else:
                 self.values[node] = described
-                facts = NodeFacts(ordinal, "input", host_only=True)
+                facts = NodeFacts(ordinal, "input", host_only=True, size=_size(described))
             self.input_facts[node] = facts
         self.symbols = Symbols.of_inputs(list(self.values.values()))
 
@@ -228,6 +242,7 @@ class _Collector:
             results=results,
             fresh=frozenset(root for root in results if root >= before),
             specs=_specs(result),
+            size=_size(result),
             uncapturable=(failure,) if failure else (),
             host_only=not tensors and not _tensors((args, kwargs)),
             opaque=opaque,
@@ -453,6 +468,14 @@ def _storage_keys(tensor: torch.Tensor) -> list[int]:
         return [key for t in inner for key in _storage_keys(t)]
     key = storage_key(tensor)
     return [id(tensor) if key is None else key]
+
+
+def _keys_of(value: Any) -> list[int]:
+    return [key for tensor in _tensors(value) for key in _storage_keys(tensor)]
+
+
+def _size(value: Any) -> str:
+    return str(size_expression(value)) if isinstance(value, torch.SymInt) else ""
 
 
 def _specs(value: Any) -> tuple[TensorSpec, ...]:

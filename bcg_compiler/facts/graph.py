@@ -22,6 +22,8 @@ class AnnotatedGraph:
     ``written``      roots that the graph's own operations write (``facts`` add what may be written unseen)
     ``moving``       ordinals of parameters, buffers and held tensors that are given new memory again and again
     ``rows``         whether padded rows can reach live ones, for each number of rows that the graph leaves open
+    ``conditions``   what holds of the sizes that the graph leaves open, as expressions: for others it is another graph
+    ``input_views``  (ordinal, input) of returned values that lie in the memory of an input but are not the input itself
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
 
@@ -34,6 +36,8 @@ class AnnotatedGraph:
     outside: frozenset[int]
     written: frozenset[int]
     rows: tuple[RowVerdict, ...] = ()
+    conditions: tuple[str, ...] = ()
+    input_views: frozenset[tuple[int, int]] = frozenset()
     constants: dict[Node, Any] = field(default_factory=dict)
     exit_grad: bool | None = None
     mode_nodes: dict[int, Node] = field(default_factory=dict)

@@ -89,7 +89,7 @@ class NodeFacts:
     ``reads``, ``writes``  roots (storages) whose data it reads or writes, plus the negative ones above
     ``reshapes``    roots of tensors whose shape or strides it changes in place
     ``results``     roots that its result lives in; ``fresh`` those that it allocated
-    ``specs``       its result tensors
+    ``specs``       its result tensors; ``size`` the expression that its result is, if that is a symbolic integer
     ``uncapturable`` reasons why no graph may hold it, most telling first; empty if one may
     ``host_only``   no tensor goes in or comes out: arithmetic on sizes and numbers
     ``opaque``      the body is not seen: a break function, a custom op
@@ -110,6 +110,7 @@ class NodeFacts:
     results: frozenset[int] = frozenset()
     fresh: frozenset[int] = frozenset()
     specs: tuple[TensorSpec, ...] = ()
+    size: str = ""
     uncapturable: tuple[Reason, ...] = ()
     host_only: bool = False
     opaque: bool = False
