@@ -57,8 +57,8 @@ def bcg_backend(
         graph = collect_facts(module, example_inputs, parsed.capturable)
         passes = run_passes(graph, parsed)
 
-        def make(marked: AnnotatedGraph) -> Compiled:
-            plan = build_plan(marked, passes, parsed.min_segment_kernels)
+        def make(marked: AnnotatedGraph, options: Options) -> Compiled:
+            plan = build_plan(marked, passes, options)
             return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>"))
 
         if parsed.capture == "cuda" and not graph.device.startswith("cuda"):
@@ -66,7 +66,7 @@ def bcg_backend(
                 f"Option 'capture' is \"cuda\", but the graph computes on {graph.device}. Put the model and its inputs "
                 f'on a CUDA device, or leave the option out ("auto" captures by the device).'
             )
-        program = Program(make(graph), parsed, make)
+        program = Program(make(graph, parsed), parsed, make)
     register(program)
     return program
 

@@ -74,6 +74,12 @@ def forward_context(**fields: Any) -> Iterator[ForwardContext]:
         _current.reset(token)
 
 
+def published(name: str) -> Any:
+    """A field of the innermost context; ``None`` if it, or any context, is not there."""
+    context = _current.get()
+    return None if context is None else context.fields.get(name)
+
+
 def current_context() -> ForwardContext:
     """The innermost forward context. For break bodies; raises ``ContextError`` where none is set."""
     context = _current.get()

@@ -16,6 +16,10 @@ class LadderError(BcgError, ValueError):
     """Buckets, lengths or bounds from which no ladder can be made."""
 
 
+class AdmissionError(BcgError, ValueError):
+    """A batch or limits that cannot be: what admission is asked about is checked when it is made."""
+
+
 class RuleError(BcgError, ValueError):
     """A break rule that is malformed, names an unknown op, or matches nothing."""
 
@@ -47,6 +51,10 @@ class SegmentError(BcgError, RuntimeError):
 
 class ContextError(BcgError, LookupError):
     """The forward context, or a field of it, was read where none is set."""
+
+
+class LateCaptureError(BcgError, RuntimeError):
+    """A call needs a capture after ``bcg.capture`` had captured all there is."""
 
 
 class ReleasedError(BcgError, RuntimeError):

@@ -3,10 +3,12 @@
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
-from bcg_compiler.errors import OptionError, nearest
+from bcg_compiler.buckets import Ladder, Limits, SlotPolicy
+from bcg_compiler.errors import LadderError, OptionError, nearest
 
 #: What ``torch.compile`` itself takes out of the options dictionary and never hands to a backend.
 TAKEN_BY_TORCH = frozenset({"guard_filter_fn", "use_aoti"})
@@ -37,6 +39,37 @@ class Options:
     ``"class:<module class name>"``, or a predicate ``f(facts: NodeFacts) -> bool``. A rule that matches nothing is
     an error."""
 
+    ladder: Ladder | None = None
+    """The row counts that inputs of any length are padded to, or a list of them. Used where it is shown from the graph
+    that padding cannot reach live rows; elsewhere each shape is captured exactly, and ``explain`` says why."""
+
+    token_dim: int | str | None = None
+    """Which size the ladder is for, where a graph leaves several open: a dimension of its inputs (``1``), or one of a
+    named input (``"input_ids:1"``)."""
+
+    bucket_multiple: int = 1
+    """Every bucket is rounded up to a multiple of this (8 for DeepEP: other sizes can hang its capture)."""
+
+    max_padding_factor: float = 2.0
+    """A bucket larger than so many times the live rows is not used, the first bucket excepted."""
+
+    limits: Limits = Limits()
+    """What else a batch must be to be replayed, for calls that publish one (``bcg.forward_context(batch=...)``), with
+    vetoes of your own."""
+
+    assume_rows_independent: bool = False
+    """Your word, in place of a proof, that no live row depends on a padded one."""
+
+    slots: Mapping[str, SlotPolicy] = field(default_factory=dict)
+    """What stands in the padded rows of an input, by its name: ``"zero"`` (the default), ``"keep"``, a number, or
+    ``"once"`` for an input that holds the same values at each call and is copied once."""
+
+    on_late_capture: Literal["capture", "eager", "error"] = "capture"
+    """What a call does after ``bcg.capture`` whose bucket is not captured."""
+
+    outputs: Literal["copy", "alias"] = "copy"
+    """``"alias"`` hands results out as they lie in the memory of the program, where the next call overwrites them."""
+
     capturable: tuple[str, ...] = ()
     """Custom ops (``"ns::name"``) and Python functions (``"package.module.function"``) that are safe to capture: they
     neither synchronise, nor read sizes or state on the host. They stay in segments."""
@@ -58,7 +91,7 @@ class Options:
                 continue
             if name not in hints:
                 raise OptionError(f"Unknown option {name!r}. {nearest(name, hints)}")
-            values[name] = _checked(name, value, hints[name])
+            values[name] = _PARSERS[name](value) if name in _PARSERS else _checked(name, value, hints[name])
         return cls(**values)
 
 
@@ -87,12 +120,69 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             if not (isinstance(item, str) or (allows_callables and callable(item))):
                 raise _wrong_type(name, value, "a list of strings" + (" and predicates" if allows_callables else ""))
         return tuple(value)
+    if hint is bool and not isinstance(value, bool):
+        raise _wrong_type(name, value, "True or False")
     # bool is an int in Python, but True is never meant as a number here.
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
         raise _wrong_type(name, value, "an integer")
     if hint is int and value < 0:
         raise OptionError(f"Option {name!r} is {value}; it must not be negative.")
     return value
+
+
+def _ladder(value: Any) -> Ladder | None:
+    if value is None or isinstance(value, Ladder):
+        return value
+    try:
+        return Ladder(value)
+    except LadderError as error:
+        raise OptionError(f"Option 'ladder' is {value!r:.200}: {error}") from error
+
+
+def _token_dim(value: Any) -> int | str | None:
+    if isinstance(value, bool) or not isinstance(value, (int, str, type(None))):
+        raise _wrong_type("token_dim", value, "a dimension, or 'name:dimension' of an input")
+    if isinstance(value, str) and not value.rpartition(":")[2].lstrip("-").isdigit():
+        raise OptionError(f"Option 'token_dim' is {value!r}; write the name of an input, a colon, and a dimension.")
+    return value
+
+
+def _multiple(value: Any) -> int:
+    found: int = _checked("bucket_multiple", value, int)
+    if found < 1:
+        raise OptionError(f"Option 'bucket_multiple' is {found}; it must be at least 1.")
+    return found
+
+
+def _padding_factor(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _wrong_type("max_padding_factor", value, "a number")
+    if not value >= 1:
+        raise OptionError(f"Option 'max_padding_factor' is {value}; it must be at least 1: no padding at all.")
+    return float(value)
+
+
+def _slots(value: Any) -> Mapping[str, SlotPolicy]:
+    if not isinstance(value, Mapping):
+        raise _wrong_type("slots", value, "a dictionary from names of inputs to policies")
+    return MappingProxyType({str(name): SlotPolicy.parse(str(name), given) for name, given in value.items()})
+
+
+def _limits(value: Any) -> Limits:
+    if not isinstance(value, Limits):
+        raise _wrong_type("limits", value, "a bcg_compiler.Limits")
+    return value
+
+
+#: Options that are more than their type.
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "ladder": _ladder,
+    "token_dim": _token_dim,
+    "bucket_multiple": _multiple,
+    "max_padding_factor": _padding_factor,
+    "slots": _slots,
+    "limits": _limits,
+}
 
 
 def _wrong_type(name: str, value: Any, wanted: str) -> OptionError:

@@ -9,8 +9,8 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
-from bcg_compiler.errors import LadderError
 from bcg_compiler.buckets.choose import fewest_padded, keep_within
+from bcg_compiler.errors import LadderError
 
 #: Kernels index rows with 32 bits.
 LARGEST = 2**31 - 1

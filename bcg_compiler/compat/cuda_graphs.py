@@ -1,7 +1,9 @@
 """What torch's graph capture leaves undone after a failure, and which streams take part in a capture."""
 
+import typing
 import warnings
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -22,6 +24,17 @@ def mend(device: torch.device, pool: tuple[int, int], stream: torch.cuda.Stream)
         graph.capture_begin(capture_error_mode="thread_local")
         graph.capture_end()
         graph.reset()
+
+
+def unowned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage over the same memory that does not keep it (torch 2.11 to 2.14)."""
+    made: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+    return typing.cast(torch.UntypedStorage, made)
+
+
+def pool_bytes(pool: tuple[int, int]) -> int:
+    """What a graph pool holds of the device, in bytes."""
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(pool))
 
 
 class StreamPool:

@@ -61,6 +61,11 @@ def dotted_path(source: str) -> str:
     return path.strip(".")
 
 
+def argument_name(source: str) -> str:
+    """``L['input_ids']`` → ``input_ids``, ``L['batch'].ids`` → ``batch.ids``: what the user calls an input."""
+    return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", source[1:]).strip(".") if source[:2] == "L[" else ""
+
+
 def module_of(node: Node) -> tuple[str, str]:
     """The path and the class name of the innermost module that a node was traced in; empty outside of modules."""
     stack: Mapping[str, tuple[str, Any]] | None = node.meta.get("nn_module_stack")

@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from bcg_compiler.buckets.ladder import Ladder, Waste
 from bcg_compiler.debug.screen import count
 from bcg_compiler.errors import LadderError
-from bcg_compiler.buckets.ladder import Ladder, Waste
 
 #: The histogram has at most so many bars, of this width in columns, and so many rungs are written beside each.
 MOST_BARS = 24

@@ -6,8 +6,8 @@ from importlib import resources
 from itertools import chain
 from pathlib import Path
 
-from bcg_compiler.errors import BcgError, nearest
 from bcg_compiler.buckets.ladder import LARGEST
+from bcg_compiler.errors import BcgError, nearest
 
 #: Names of the column that holds the lengths; upper and lower case are the same.
 COLUMNS = ("ContextTokens", "lengths")

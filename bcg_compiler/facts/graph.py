@@ -49,6 +49,10 @@ class AnnotatedGraph:
         """The nodes that compute, in the order of the program."""
         return list(self.facts)
 
+    def input_facts_of(self, ordinal: int) -> NodeFacts:
+        """The facts of an input."""
+        return next(facts for facts in self.input_facts.values() if facts.ordinal == ordinal)
+
     def mark(self, node: Node, code: str, text: str) -> bool:
         """Make ``node`` a break, unless an earlier pass has done so. Returns whether the mark is new."""
         if node in self.marks:

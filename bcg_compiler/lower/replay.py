@@ -21,7 +21,10 @@ class Captured:
     ``replays``  for each segment's step index, what replays it
     ``values``   the tensors at fixed addresses by ordinal: slots and what segments made
     ``bridges``  buffers by ordinal for what breaks make
+    ``rows``     the expression for the live rows of a call, "" where nothing is padded
+    ``sizes``    numbers among the arguments that are others in the bucket, by ordinal
     ``fills``    for each slot's ordinal the statement that fills it, ``write_backs`` the one that copies it back
+    ``tails``    statements to put behind a node of a break, by its ordinal
     ``results``  for each returned value that is not handed out as it is, the expression that makes it the caller's
     ``bound``    objects that those expressions and the text itself call by name
     """
@@ -29,8 +32,11 @@ class Captured:
     replays: Mapping[int, Callable[[], None]]
     values: Mapping[int, Any]
     bridges: Mapping[int, torch.Tensor]
+    rows: str
+    sizes: Mapping[int, int]
     fills: Mapping[int, str]
     write_backs: Mapping[int, str]
+    tails: Mapping[int, list[str]]
     results: Mapping[int, str]
     bound: Mapping[str, Any]
 
@@ -51,6 +57,8 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     for ordinal, bridge in captured.bridges.items():
         writer.namespace.objects[f"bridge_{ordinal}"] = bridge
     writer.line(f"    def replay({', '.join(f'a{ordinal}' for ordinal in plan.inputs)}):")
+    if captured.rows:
+        writer.line(f"        rows = {captured.rows}")
     guarded = bool(captured.write_backs)
     indent = "            " if guarded else "        "
     if guarded:
@@ -111,7 +119,10 @@ def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> 
             writer.line(f"{indent}replay_{step.index}()", step, step.nodes[0])
             backs.ran(*step.nodes)
             continue
-        writer.statements(step, indent, {node.ordinal for node in step.nodes} - set(step.fixed), before=backs.before)
+        which = {node.ordinal for node in step.nodes} - set(step.fixed)
+        writer.statements(
+            step, indent, which, before=backs.before, after=lambda node: captured.tails.get(node.ordinal, [])
+        )
         for ordinal in step.outputs:
             if ordinal in captured.bridges:
                 writer.line(
@@ -133,7 +144,7 @@ def _name_inputs(writer: Writer, plan: Plan, captured: Captured, indent: str) ->
     used = {ordinal for step in plan.breaks for ordinal in step.inputs} | set(plan.outputs)
     for ordinal in plan.inputs:
         if ordinal in used and ordinal not in captured.values:
-            writer.line(f"{indent}v{ordinal} = a{ordinal}")
+            writer.line(f"{indent}v{ordinal} = {captured.sizes.get(ordinal, f'a{ordinal}')}")
 
 
 def _returned(writer: Writer, captured: Captured) -> str:

@@ -70,11 +70,12 @@ class Writer:
         which: Container[int] | None = None,
         noted: Container[int] = (),
         before: Callable[[PlanNode], list[str]] = lambda node: [],
+        after: Callable[[PlanNode], list[str]] = lambda node: [],
     ) -> None:
         """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given.
 
-        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` gives lines to put before an
-        operation.
+        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` and ``after`` give lines to put
+        around an operation.
         """
         plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
         nodes = [self.nodes[n.ordinal] for n in plan_nodes]
@@ -94,6 +95,9 @@ class Writer:
             self.line(text, step, plan_node)
             if plan_node is not None and plan_node.ordinal in noted and not text.lstrip().startswith("del "):
                 self.line(f"{deeper}note({plan_node.ordinal}, v{plan_node.ordinal})")
+            if plan_node is not None and not text.lstrip().startswith("del "):
+                for line in after(plan_node):
+                    self.line(f"{deeper}{line}", step, plan_node)
 
     def facts(self, node: PlanNode) -> NodeFacts:
         """The facts of a node of the plan."""

@@ -9,12 +9,14 @@
 """
 
 from bcg_compiler.plan.build import build_plan
-from bcg_compiler.plan.plan import Plan, PlanNode, Step, StepReason, Value
+from bcg_compiler.plan.plan import Padding, Plan, PlanNode, Slot, Step, StepReason, Value
 from bcg_compiler.plan.text import plan_from_json, plan_hash, plan_text, plan_to_json
 
 __all__ = [
+    "Padding",
     "Plan",
     "PlanNode",
+    "Slot",
     "Step",
     "StepReason",
     "Value",

@@ -7,70 +7,173 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat import dynamo
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
 from bcg_compiler.facts.modes import is_functorch_node
 from bcg_compiler.facts.node import FENCE
+from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
+from bcg_compiler.plan.padding import check_slot_names, choose_padding, has_rows, slot_policy, symbol_sources
 from bcg_compiler.plan.partition import Cut, Unit, partition
-from bcg_compiler.plan.plan import PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
+from bcg_compiler.plan.plan import Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
+from bcg_compiler.plan.sizes import symbols_in
 from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
 
 
-def build_plan(graph: AnnotatedGraph, passes: Iterable[PassResult], min_segment_kernels: int) -> Plan:
+def build_plan(graph: AnnotatedGraph, passes: Iterable[PassResult], options: Options) -> Plan:
     """Cut the marked graph into steps and describe them."""
-    return _Builder(graph).build(passes, min_segment_kernels)
+    return _Builder(graph, options).build(tuple(passes))
 
 
 class _Builder:
-    def __init__(self, graph: AnnotatedGraph) -> None:
+    def __init__(self, graph: AnnotatedGraph, options: Options) -> None:
         self.graph = graph
+        self.options = options
         self.symbols = SymbolNames()
         self.by_ordinal = {facts.ordinal: node for node, facts in graph.facts.items()}
         self.members: dict[int, list[Node]] = {}
         for node, facts in graph.facts.items():
             self.members.setdefault(facts.group, []).append(node)
         self.ordinals = {n: f.ordinal for n, f in {**graph.input_facts, **graph.facts}.items()}
+        self.given = {facts.ordinal: facts for facts in graph.input_facts.values()}
 
-    def build(self, passes: Iterable[PassResult], min_segment_kernels: int) -> Plan:
-        values = self._inputs()
-        cuts = partition([self._unit(ordinal) for ordinal in sorted(self.members)], min_segment_kernels)
+    def build(self, passes: tuple[PassResult, ...]) -> Plan:
+        inputs = self._inputs()
+        if self.graph.whole and self.options.ladder is not None:
+            check_slot_names(self.options, inputs)
+        conditions = map(self.symbols.text, self.graph.conditions)
+        padding = choose_padding(self.options, {v.ordinal: v for v in inputs}, self.graph.rows, conditions)
+        if isinstance(padding, Padding):
+            plan = self._plan(inputs, passes, padding, None)
+            refusal = self._refusal(plan, padding)
+            if refusal is None:
+                return plan
+            padding = refusal
+        unpadded = padding and Reason(padding.code, self.symbols.text(padding.text))
+        return self._plan(inputs, passes, None, unpadded)
+
+    def _plan(
+        self, inputs: list[Value], passes: tuple[PassResult, ...], padding: Padding | None, unpadded: Reason | None
+    ) -> Plan:
+        values = list(inputs)
+        units = [self._unit(ordinal) for ordinal in sorted(self.members)]
+        cuts = partition(units, self.options.min_segment_kernels)
         output = self.graph.module.graph.output_node()
         returned = [n for n in output.all_input_nodes if n in self.ordinals]
         crossing = _Crossing([self._nodes(cut) for cut in cuts], returned, self.graph.facts)
         numbers = {v.ordinal for v in values if v.kind == "number"}
         wanted = {self.ordinals[n] for i, cut in enumerate(cuts) if cut.kind == "segment" for n in crossing.inputs[i]}
         wanted |= self._read_by(self._fixed(cuts, numbers), wanted)
+        if padding is not None:  # breaks, too, see all inputs of one length
+            read = {self.ordinals[n] for nodes in crossing.inputs for n in nodes if n in self.ordinals}
+            wanted |= {v.ordinal for v in values if v.ordinal in read and has_rows(v.specs, padding.symbol)}
         # An input that no segment needs has no slot: it is another tensor at each call.
         unfixed = {v.ordinal for v in values if v.kind == "input" and v.ordinal not in wanted}
         fixed = self._fixed(cuts, numbers | unfixed)
         steps = tuple(self._step(index, cut, crossing, fixed) for index, cut in enumerate(cuts))
-        results = sorted({ordinal for step in steps for ordinal in step.outputs})
+        in_segments = {o for step in steps if step.kind == "segment" for o in step.inputs}
+        of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs if o not in fixed}
+        bridges = in_segments & of_breaks
+        if padding is not None:
+            steps = tuple(replace(step, tails=tuple(self._tails(step, padding.symbol, bridges))) for step in steps)
+        cleared = {value for step in steps for _, value in step.tails if value in self.by_ordinal}
+        results = sorted({ordinal for step in steps for ordinal in step.outputs} | cleared)
         values += [self._value(self.by_ordinal[o], f"%{o}", "result") for o in results]
         written_inputs = {
             f.ordinal
             for n, f in self.graph.input_facts.items()
             if n.op == "placeholder" and f.results & self.graph.written
         }
-        in_segments = {o for step in steps if step.kind == "segment" for o in step.inputs}
-        of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs if o not in fixed}
         return Plan(
             slots=tuple(
-                Slot(v.ordinal, v.ordinal in written_inputs, v.ordinal in self.graph.moving)
+                Slot(
+                    v.ordinal,
+                    v.ordinal in written_inputs,
+                    v.ordinal in self.graph.moving,
+                    slot_policy(self.options, v, padding),
+                )
                 for v in values
                 if v.kind == "input" and v.ordinal in wanted
             ),
-            bridges=tuple(sorted(in_segments & of_breaks)),
+            bridges=tuple(sorted(bridges)),
             written_inputs=tuple(sorted(written_inputs)),
             steps=steps,
-            values=tuple(values),
+            values=tuple(replace(v, size=self._size(v.ordinal)) for v in values),
             inputs=tuple(self.ordinals[n] for n in self.graph.module.graph.find_nodes(op="placeholder")),
             outputs=tuple(self.ordinals[n] for n in returned),
             device=self.graph.device,
-            uncaptured=self._uncaptured(steps) or self._stale_bridge(steps, in_segments & of_breaks),
+            uncaptured=self._uncaptured(steps) or self._stale_bridge(steps, bridges),
             passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
             rows=tuple(replace(rows, text=self.symbols.text(rows.text)) for rows in self.graph.rows),
+            padding=padding,
+            unpadded=unpadded,
         )
+
+    def _size(self, ordinal: int) -> str:
+        node = self.by_ordinal.get(ordinal)
+        facts = self.graph.facts[node] if node is not None else self.given[ordinal]
+        return self.symbols.text(facts.size)
+
+    def _tails(self, step: Step, symbol: str, bridges: set[int]) -> Iterable[tuple[int, int]]:
+        """What the breaks of a step may have written only the live rows of, in memory that the plan allocates."""
+        for plan_node in step.nodes if step.kind == "break" else ():
+            node = self.by_ordinal[plan_node.ordinal]
+            facts = self.graph.facts[node]
+            if not facts.opaque or (isinstance(node.target, BoundBreak) and node.target.spec.writes_every_row):
+                continue
+            for value in self._written_by(node):
+                given = self.graph.producer_facts(value)
+                if given is not None and has_rows(map(self.symbols.spec, given.specs), symbol):
+                    if given.ordinal in bridges or not given.results & self.graph.outside:
+                        yield facts.ordinal, given.ordinal
+            for user in (node, *node.users):
+                made = self.graph.facts.get(user)
+                if made is None or made.group != facts.group or not user.users or len(made.specs) != 1:
+                    continue
+                if made.results & facts.fresh and has_rows(map(self.symbols.spec, made.specs), symbol):
+                    yield made.ordinal, made.ordinal
+
+    def _written_by(self, node: Node) -> Iterable[Node]:
+        """Arguments of a break over memory that it is declared to write."""
+        written = {root for root in self.graph.facts[node].writes if root >= 0}
+        for value in node.all_input_nodes:
+            given = self.graph.producer_facts(value)
+            if given is not None and given.results & written:
+                yield value
+
+    def _refusal(self, plan: Plan, padding: Padding) -> Reason | None:
+        """What keeps a plan from being padded, whatever is known of its rows."""
+        returned = [plan.value(ordinal) for ordinal in plan.outputs]
+        if any(v.kind == "result" and v.size and padding.symbol in symbols_in(v.size) for v in returned):
+            return Reason("rows_returned", "the number of rows is a result")
+        slots = {slot.ordinal for slot in plan.slots if has_rows(plan.value(slot.ordinal).specs, padding.symbol)}
+        for ordinal, lies_in in sorted(self.graph.input_views):
+            if lies_in in slots:
+                result = self.graph.facts[self.by_ordinal[ordinal]]
+                return Reason(
+                    "input_returned", f"{result}, a result, is a view of an input, of which the program has a copy"
+                )
+        known = set(symbol_sources(plan))
+        for ordinal in (*plan.bridges, *slots):
+            for spec in plan.value(ordinal).specs:
+                open_ = {s for size in (*spec.shape, *spec.strides) for s in symbols_in(size)} - known
+                if open_:
+                    return Reason("open_number", f"a size of {plan.value(ordinal).name} depends on {min(open_)}")
+        for step in plan.breaks:
+            for plan_node in step.nodes:
+                node = self.by_ordinal[plan_node.ordinal]
+                if not self.graph.facts[node].opaque:
+                    continue
+                for value in self._written_by(node):
+                    given = self.graph.producer_facts(value)
+                    assert given is not None
+                    inside = given.results - self.graph.outside
+                    unsure = given.results & self.graph.outside and inside and given.ordinal not in plan.bridges
+                    if unsure and has_rows(map(self.symbols.spec, given.specs), padding.symbol):
+                        text = f"{self.graph.facts[node]} writes {given}, which may be memory of the caller's"
+                        return Reason("unclear_tail", f"{text}: its padded rows cannot be cleared")
+        return None
 
     def _inputs(self) -> list[Value]:
         values, taken, count = [], set(), 0
@@ -89,7 +192,7 @@ class _Builder:
             if name in taken:  # two modules whose roots are different local variables
                 name = f"{name}#{facts.ordinal}"
             taken.add(name)
-            values.append(self._value(node, name, kind))
+            values.append(replace(self._value(node, name, kind), argument=dynamo.argument_name(source)))
         return values
 
     def _value(

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from bcg_compiler.buckets import SlotPolicy
 from bcg_compiler.facts.node import ModeState, Reason, RowVerdict, Source, TensorSpec
 
 
@@ -13,12 +14,15 @@ class Value:
 
     ``kind``: ``input`` (a tensor of the caller's), ``size`` and ``number`` (of the caller's), ``static`` (parameter,
     buffer or tensor held by a module: it comes back at every call), ``constant`` (held by the graph), ``result``.
+    ``size``: the expression of a symbolic integer. ``argument``: what the user calls an input; not part of the text.
     """
 
     ordinal: int
     name: str
     kind: Literal["input", "size", "number", "static", "constant", "result"]
     specs: tuple[TensorSpec, ...] = ()
+    size: str = ""
+    argument: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Step:
     ``kernels``  how many kernels it launches
     ``fixed``    ordinals of a break's nodes that only look at fixed memory or allocate (views, sizes, empty buffers): a
                  capture does them once, and replays leave them out
+    ``tails``    (node, value): the padded rows of the value are cleared behind that node of a break, which may write live
+                 rows only
     ``unit``     structural key: segments of the same key are the same computation on other values; "" for a break
     """
 
@@ -71,6 +77,7 @@ class Step:
     kernels: int
     reasons: tuple[StepReason, ...]
     fixed: tuple[int, ...] = ()
+    tails: tuple[tuple[int, int], ...] = ()
     unit: str = ""
 
 
@@ -79,11 +86,32 @@ class Slot:
     """A fixed-address buffer for an input that segments read: filled at each call, copied back if it is ``written``.
 
     ``moving``: the input is a parameter, buffer or held tensor, but one that is given new memory again and again.
+    ``policy``: what stands in its padded rows, and whether it is filled at each call.
     """
 
     ordinal: int
     written: bool
     moving: bool = False
+    policy: SlotPolicy = SlotPolicy()
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How ``n`` live rows run in a bucket of more.
+
+    ``symbol``      the size that is padded; ``place`` (ordinal, dimension) of an input whose size it is
+    ``proof``       why live rows do not depend on padded ones: shown from the graph, or ``assumed``
+    ``least``       the fewest live rows for which that holds
+    ``buckets``     the ladder
+    ``conditions``  expressions that must hold with a bucket in place of the symbol: else it is another graph
+    """
+
+    symbol: str
+    place: tuple[int, int]
+    proof: Literal["row_wise", "causal", "assumed"]
+    least: int
+    buckets: tuple[int, ...]
+    conditions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +133,7 @@ class Plan:
     ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
     ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
+    ``padding``  how the ladder is used, ``unpadded`` why it is not
     """
 
     steps: tuple[Step, ...]
@@ -118,6 +147,8 @@ class Plan:
     uncaptured: Reason | None = None
     passes: tuple[PassSummary, ...] = ()
     rows: tuple[RowVerdict, ...] = ()
+    padding: Padding | None = None
+    unpadded: Reason | None = None
 
     @property
     def segments(self) -> tuple[Step, ...]:

@@ -49,8 +49,10 @@ def _body(plan: Plan) -> list[str]:
         value = values[ordinal]
         lines.append(f"given {value.name} {value.kind} {_specs(value, plan.device)}".rstrip())
     for slot in plan.slots:
-        marks = " written" * slot.written + " moving" * slot.moving
+        marks = " written" * slot.written + " moving" * slot.moving + f" {slot.policy}" * (slot.policy.kind != "zero")
         lines.append(f"slot {values[slot.ordinal].name}{marks}")
+    if plan.padding is not None:
+        lines.append(f"pad {plan.padding.symbol} {plan.padding.proof} to {', '.join(map(str, plan.padding.buckets))}")
     for step in plan.steps:
         lines += _step(step, values, frozenset(plan.bridges), plan.device)
     lines.append("return " + ", ".join(values[o].name for o in plan.outputs))
@@ -72,6 +74,8 @@ def _step(step: Step, values: dict[int, Value], bridges: frozenset[int], device:
     for ordinal in step.outputs:
         bridge = " bridge" if ordinal in bridges else ""
         lines.append(f"  gives {values[ordinal].name} {_specs(values[ordinal], device)}".rstrip() + bridge)
+    for node, value in step.tails:
+        lines.append(f"  clears the padded rows of {values[value].name} behind %{node}")
     if step.frees:
         lines.append("  frees " + ", ".join(values[o].name for o in step.frees))
     return lines

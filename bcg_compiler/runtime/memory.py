@@ -23,6 +23,14 @@ class Form(NamedTuple):
         """The form of ``tensor``."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
+    @property
+    def bytes(self) -> int:
+        """What a storage for it must hold, in bytes."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
     def buffer(self) -> Tensor:
         """A new buffer of this form, in a storage of its own.
 
@@ -34,6 +42,16 @@ class Form(NamedTuple):
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+
+def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """These strides, or contiguous ones where elements would share an address."""
+    if not _overlap(shape, strides):
+        return strides
+    made = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        made[dim - 1] = made[dim] * max(shape[dim], 1)
+    return tuple(made)
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -91,6 +109,11 @@ def is_inference(value: Tensor) -> bool:
     return value.is_inference() or getattr(value, "bcg_inference", False)
 
 
+def set_inference(value: Tensor) -> None:
+    """Say of a value that ``is_inference``."""
+    value.bcg_inference = True  # type: ignore[attr-defined]
+
+
 def clone_keeps_strides(value: Tensor) -> bool:
     """Whether ``value.clone()`` has the strides of ``value``, as it does for most."""
     return torch.empty_like(value, device="meta").stride() == value.stride()
@@ -145,8 +168,12 @@ def view_of(argument: Tensor, view: View) -> Tensor:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements may have one address (expanded and as_strided tensors)."""
+    return _overlap(tensor.shape, tensor.stride())
+
+
+def _overlap(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     reach = 0
-    for stride, size in sorted((st, sz) for sz, st in zip(tensor.shape, tensor.stride(), strict=True) if sz > 1):
+    for stride, size in sorted((st, sz) for sz, st in zip(shape, strides, strict=True) if sz > 1):
         if stride <= reach:
             return True
         reach += stride * (size - 1)

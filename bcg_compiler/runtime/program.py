@@ -1,34 +1,41 @@
 """A plan with its code: what Dynamo calls in place of the graph."""
 
 import itertools
-import linecache
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bcg_compiler.buckets import Admission, Batch, Limits, admit
 from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import is_plain
-from bcg_compiler.errors import ReleasedError, SegmentError
+from bcg_compiler.context import forward_context, published
+from bcg_compiler.errors import AdmissionError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Code, Lowered
 from bcg_compiler.options import Options
-from bcg_compiler.plan import Plan, PlanNode, Step
+from bcg_compiler.plan import Plan
+from bcg_compiler.plan.sizes import evaluate
 from bcg_compiler.runtime import memory
+from bcg_compiler.runtime.arena import Arena
+from bcg_compiler.runtime.buckets import Bucket, Sizes
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
-from bcg_compiler.runtime.recording import record
+from bcg_compiler.runtime.lines import Lines
+from bcg_compiler.runtime.recording import record, rehearse
 from bcg_compiler.runtime.trial import find_uncapturable
 
 _numbers = itertools.count()
+
+#: How many answers about admission a program keeps: as many as there are lengths, mostly.
+ADMISSIONS = 10_000
 
 #: How often a tensor may be replaced, while others stay, before it is no longer read where it lies.
 MOVES = 4
@@ -43,6 +50,14 @@ class Compiled:
     lowered: Lowered
 
 
+class _Place(NamedTuple):
+    """The captures at one set of addresses, by shape."""
+
+    key: tuple[int, ...]
+    addresses: list[int | None]  # by argument; None for those that are not bound
+    codes: dict[Any, Code]
+
+
 class Program:
     """Runs the steps of one plan: eagerly at the first call of a shape, captured and replayed from the second on.
 
@@ -51,7 +66,9 @@ class Program:
     eagerly.
     """
 
-    def __init__(self, compiled: Compiled, options: Options, again: Callable[[AnnotatedGraph], Compiled]) -> None:
+    def __init__(
+        self, compiled: Compiled, options: Options, again: Callable[[AnnotatedGraph, Options], Compiled]
+    ) -> None:
         self.eager_runs: Counter[str] = Counter()
         self.replays = 0
         self.captures = 0
@@ -60,17 +77,21 @@ class Program:
         self._again = again
         self._lock = threading.Lock()
         self._runner = 0  # the thread that holds the lock
-        self._lines: dict[str, dict[int, tuple[Step, PlanNode]]] = {}
+        self._lines = Lines()
         self.captured_on = ""
         self._device: CaptureDevice | None = None
         self._counted = False
         self._never: str | None = None
-        self._last: _Last | None = None
-        self._replays: dict[Any, Code] = {}
+        self._place: _Place | None = None
+        self._places: dict[tuple[int, ...], _Place] = {}
         self._warm: dict[Any, dict[int, Any]] = {}
         self._watched: dict[Any, list[weakref.ref[Any]]] = {}
         self._dropped: list[list[weakref.ref[Any]]] = []
         self._moves: Counter[int] = Counter()
+        self._arena = Arena()
+        self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
+        self._lost: dict[int, str] = {}  # rungs of the ladder that could not be captured, and why
+        self.complete = False  # whether bcg.capture has captured all there is
         self._take(compiled)
 
     def __call__(self, *args: Any) -> Any:
@@ -83,7 +104,7 @@ class Program:
         try:
             return self._call(args)
         except Exception as error:
-            self._say_where(error)
+            self._lines.say_where(error)
             raise
         finally:
             self._runner = 0
@@ -104,11 +125,6 @@ class Program:
         """The generated text of the eager program."""
         return self._compiled.lowered.codes[0].source
 
-    @property
-    def replay_sources(self) -> list[str]:
-        """The generated texts of the replay functions, oldest first."""
-        return [code.source for code in self._replays.values()]
-
     # -- one call
 
     def _call(self, args: tuple[Any, ...]) -> Any:
@@ -117,19 +133,11 @@ class Program:
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             # The caller's graph would hold memory of ours, and a capture cannot start inside of one.
             return self._eagerly("outer_capture", args)
+        if self._sizes_open is not None:
+            return self._call_padded(self._sizes_open, args)
         shape = self._shape_key(args) if self._open else None
-        last = self._last
-        if last is not None and shape == last.shape and same_addresses(args, last.addresses, self._statics):
-            code: Code | None = last.code
-            key: Any = None
-        else:
-            key = (shape, tuple([args[i].data_ptr() for i in self._statics]))
-            code = self._replays.get(key)
-            if code is not None:
-                addresses: list[int | None] = [None] * len(args)
-                for position, address in zip(self._statics, key[1], strict=True):
-                    addresses[position] = address
-                self._last = _Last(shape, addresses, code)
+        place = self._place_of(args)
+        code = place.codes.get(shape)
         if code is not None:
             if self._written and self._overlapping(args):
                 return self._eagerly("input_overlap", args)
@@ -139,12 +147,92 @@ class Program:
             return self._warm_up(shape, args)
         if self._overlapping(args):
             return self._eagerly("input_overlap", args)
-        if len(self._replays) >= self._options.max_captures:
+        if self.kept_captures >= self._options.max_captures:
             return self._eagerly("capture_limit", args)
-        code = self._capture(key, args, forms)
+        code = self._capture(place, shape, args, forms)
         if code is None:
             return self._call(args)
         return self._replay(code, args)
+
+    def _call_padded(self, sizes: Sizes, args: tuple[Any, ...]) -> Any:
+        """A call whose inputs are padded: it replays the bucket that it is admitted to."""
+        rows, others = sizes.rows(args), sizes.others(args)
+        self._others = others
+        with forward_context(live_rows=rows):
+            admission = self._admission(rows, others)
+            if admission.bucket is None:
+                return self._eagerly(admission.reason, args)
+            shape = (attention_kernels() if self._attends else None, admission.bucket, others)
+            place = self._place_of(args)
+            code = place.codes.get(shape)
+            if (code is None or self._written) and self._overlapping(args):
+                return self._eagerly("input_overlap", args)
+            if code is not None:
+                return self._replay(code, args)
+            if self.complete and self._options.on_late_capture == "eager":
+                return self._eagerly("late_capture", args)
+            if self.complete and self._options.on_late_capture == "error":
+                raise LateCaptureError(
+                    f"A call with {rows} rows needs a capture of bucket {admission.bucket}, after bcg.capture had "
+                    f"captured all. Its parameters have moved, or its other sizes, {others}, are new. Capture again, "
+                    f"or compile with options={{'on_late_capture': 'eager'}}."
+                )
+            if self.kept_captures >= max(self._options.max_captures, len(sizes.padding.buckets)):
+                return self._eagerly("capture_limit", args)
+            bucket = sizes.bucket(admission.bucket, others)
+            if self._warm:
+                code = self._capture(place, shape, args, self._forms(bucket), bucket)
+                return self._call(args) if code is None else self._replay(code, args)
+            result = self._warm_up(None, args)
+            if self._never is None and self._sizes_open is sizes:
+                self._capture(place, shape, args, self._forms(bucket), bucket)
+            return result
+
+    def _place_of(self, args: tuple[Any, ...]) -> _Place:
+        """The captures at the addresses of a call; a new place if there are none."""
+        place = self._place
+        if place is None or not same_addresses(args, place.addresses, self._statics):
+            key = tuple([args[i].data_ptr() for i in self._statics])
+            found = self._places.get(key)
+            if found is None:
+                addresses: list[int | None] = [None] * len(args)
+                for position, address in zip(self._statics, key, strict=True):
+                    addresses[position] = address
+                found = _Place(key, addresses, {})
+            self._place = place = found
+        return place
+
+    @property
+    def kept_captures(self) -> int:
+        """How many captures there are, over all shapes and sets of addresses."""
+        return sum(len(place.codes) for place in self._places.values())
+
+    @property
+    def replay_sources(self) -> list[str]:
+        """The generated texts of the replay functions."""
+        return [code.source for place in self._places.values() for code in place.codes.values()]
+
+    def _admission(self, rows: int, others: tuple[int, ...]) -> Admission:
+        batch = published("batch")
+        if batch is None:
+            found = self._admitted.get((rows, others))
+            if found is None:
+                if len(self._admitted) >= ADMISSIONS:
+                    self._admitted.clear()
+                found = self._admitted[rows, others] = self.admit(Batch(rows=rows), others)
+            return found
+        if batch.rows != rows:
+            raise AdmissionError(f"The batch of the forward context has {batch.rows} rows, and the inputs have {rows}.")
+        return self.admit(batch, others)
+
+    def admit(self, batch: Batch, others: tuple[int, ...] | None = None) -> Admission:
+        """Whether a batch replays. ``others`` are its open sizes but for the rows; if ``None`` those of the last call."""
+        if self._never is not None:
+            return Admission(None, self._never, "The program is not captured.", batch.rows)
+        if self._sizes_open is None:
+            return Admission(None, "no_ladder", "The program captures exact shapes.", batch.rows)
+        usable = self._sizes_open.usable(self._others if others is None else others)
+        return admit(batch, tuple(b for b in usable if b not in self._lost), self._limits)
 
     def _eagerly(self, reason: str, args: tuple[Any, ...]) -> Any:
         self.eager_runs[reason] += 1
@@ -186,35 +274,103 @@ class Program:
 
     # -- capture
 
-    def _capture(self, key: Any, args: tuple[Any, ...], forms: Any) -> Code | None:
-        """Capture for ``key``; ``None`` where that failed and the program has changed its mind about something."""
+    def _capture(
+        self, place: _Place, shape: Any, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None = None
+    ) -> Code | None:
+        """Capture for a shape; ``None`` where that failed and the program has changed its mind about something."""
         if self._notice_moves():
             return None
         if self._device is None:
             self._device = self._make_device()
-        compiled = self._compiled
-        filename = f"<bcg replay {next(_numbers)}>"
+        self._fill_once(args)
         try:
+            code: Code | None = None
             try:
-                code = record(compiled.graph, compiled.plan, compiled.lowered, self._device, args, forms, filename)
+                code = self._record(self._device, args, forms, bucket)
             except SegmentError as failed:
-                self._mark_failed(failed)
-                return None
-        except torch.OutOfMemoryError:
-            self._forget_captures()
-            self._never = "out_of_memory"
+                code = self._try_warm(failed, args, forms, bucket)
+        except torch.OutOfMemoryError as error:
+            if bucket is None:
+                self._forget_captures()
+                self._never = "out_of_memory"
+            else:
+                self.lose(bucket.rows, str(error))
             return None
-        self._remember(code)
-        again = any(shape == key[0] for shape, _ in self._replays)
-        self._replays[key] = code
+        if code is None:
+            return None
+        self._lines.add(code)
+        again = any(shape in other.codes for other in self._places.values())
+        if place.key not in self._places:
+            self._places[place.key] = place
+            self._forget_with_statics(place.key, args)
+        place.codes[shape] = code
         self.captured_on = self._device.name
         self.captures += 1
         counters.captures += 1
         if again:
             self.recaptures += 1
             counters.recaptures += 1
-        self._forget_with_statics(key, args)
         return code
+
+    def _record(
+        self, device: CaptureDevice, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
+    ) -> Code:
+        compiled = self._compiled
+        filename = f"<bcg replay {next(_numbers)}>"
+        return record(
+            compiled.graph,
+            compiled.plan,
+            compiled.lowered,
+            device,
+            args,
+            forms,
+            self._arena,
+            filename,
+            bucket,
+            self._options.outputs,
+        )
+
+    def _try_warm(
+        self, failed: SegmentError, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
+    ) -> Code | None:
+        """A segment could not be captured. In a new bucket its kernels may only have to run once before, to be chosen
+        or compiled; else an operation is marked as a break.
+        """
+        assert self._device is not None
+        if bucket is not None and self._writes_nothing_outside:
+            try:
+                rehearse(self._compiled.graph, self.plan, self._compiled.lowered, args, forms, self._arena, bucket)
+                return self._record(self._device, args, forms, bucket)
+            except SegmentError as again:
+                failed = again
+        self._mark_failed(failed)
+        return None
+
+    def lose(self, rows: int, why: str) -> None:
+        """Do without a rung of the ladder."""
+        self._lost[rows] = why
+        self._admitted.clear()
+
+    def _forms(self, bucket: Bucket) -> dict[int, Any]:
+        """What the results of breaks look like in a bucket."""
+        values = {value.ordinal: value for value in self.plan.values}
+        found = dict(self._warm.get(None, {}))
+        for ordinal in (*self.plan.bridges, *found):
+            value = values.get(ordinal)
+            if value is not None and value.specs:
+                found[ordinal] = bucket.form(value.specs[0])
+            elif value is not None and value.size:
+                found[ordinal] = evaluate(value.size, bucket.symbols)
+        return found
+
+    def _fill_once(self, args: Sequence[Any]) -> None:
+        """Fill the slots that are filled once, when there is a call to take their values from."""
+        for slot in self.plan.slots:
+            if slot.policy.kind == "once" and slot.ordinal not in self._filled:
+                argument = args[self.plan.inputs.index(slot.ordinal)]
+                buffer = self._arena.buffer(f"slot {slot.ordinal}", memory.Form.of(argument))
+                memory.fill_slot(buffer, argument)
+                self._filled.add(slot.ordinal)
 
     def _make_device(self) -> CaptureDevice:
         device = torch.device(self.plan.device)
@@ -228,7 +384,7 @@ class Program:
         assert self._device is not None
         error = failed.__cause__
         assert isinstance(error, Exception)
-        named, graph = self._where(error), self._compiled.graph
+        named, graph = self._lines.where(error), self._compiled.graph
         found = find_uncapturable(
             graph,
             self.plan,
@@ -243,12 +399,15 @@ class Program:
         if fx_node is None or not graph.mark(fx_node, "capture_failed", f"{type(error).__name__}: {text[0]}"):
             self._never = "capture_failed"
             return
-        self._take(self._again(graph))
+        self._take(self._again(graph, self._options))
 
     def _take(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self.plan = plan = compiled.plan
-        self._replays, self._warm, self._last, self._never = {}, {}, None, None
+        self._places, self._warm, self._place, self._never = {}, {}, None, None
+        self._filled: set[int] = set()
+        self._admitted: dict[Any, Admission] = {}
+        self._others = ()
         self._watched, self._dropped, self._moves = {}, [], Counter()
         if self._options.capture == "off":
             self._never = "capture_off"
@@ -268,7 +427,18 @@ class Program:
             for o in plan.inputs
             if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
         ]
+        padding = plan.padding if self._never is None else None
+        self._sizes_open = Sizes(plan, padding) if padding is not None else None
+        if padding is not None:
+            factor = self._options.max_padding_factor
+            self._limits = replace(self._options.limits, max_padding_factor=factor, least=padding.least)
         self._attends = any("attention" in n.op for step in plan.segments for n in step.nodes)
+        outside = frozenset().union(*(facts.results for facts in compiled.graph.input_facts.values()))
+        facts_of = {facts.ordinal: facts for facts in compiled.graph.facts.values()}
+        slots = frozenset().union(*(compiled.graph.input_facts_of(slot.ordinal).results for slot in plan.slots))
+        in_segments = [facts_of[node.ordinal] for step in plan.segments for node in step.nodes]
+        # Run for nothing, nobody sees it.
+        self._writes_nothing_outside = not any(facts.writes & (outside - slots) for facts in in_segments)
         self._open = bool(self._sizes or self._symbolic or self._attends)
         self._on_cuda = plan.device.startswith("cuda")
         self._written = [positions[o] for o in plan.written_inputs]
@@ -278,7 +448,7 @@ class Program:
         self._tensors = [positions[o] for o in plan.inputs if values[o].specs]
         self._slotted = [positions[slot.ordinal] for slot in plan.slots]
         for code in compiled.lowered.codes:
-            self._remember(code)
+            self._lines.add(code)
 
     def _shape_key(self, args: tuple[Any, ...]) -> Any:
         """What a capture is made for: the sizes that the graph leaves open, and which attention kernels are allowed.
@@ -305,15 +475,15 @@ class Program:
                     return True
         return False
 
-    def _forget_with_statics(self, key: Any, args: Sequence[Any]) -> None:
-        """A capture goes when a tensor whose address it holds dies: when the model is deleted, say."""
+    def _forget_with_statics(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Captures go when a tensor whose address they hold dies: when the model is deleted, say."""
         program = weakref.ref(self)
 
         def gone(_: Any) -> None:
             alive = program()
             if alive is not None and key in alive._watched:
-                alive._replays.pop(key, None)
-                alive._last = None
+                alive._places.pop(key, None)
+                alive._place = None
                 alive._dropped.append(alive._watched.pop(key))
 
         self._watched[key] = [weakref.ref(args[i], gone) for i in self._statics]
@@ -334,14 +504,16 @@ class Program:
             return False
         self._compiled.graph.moving |= moving
         self._forget_captures()
-        self._take(self._again(self._compiled.graph))
+        self._take(self._again(self._compiled.graph, self._options))
         return True
 
     def _forget_captures(self) -> None:
-        self._replays.clear()
+        self._places.clear()
         self._watched.clear()
-        self._last = None
+        self._place = None
         self._warm.clear()
+        self._arena = Arena()
+        self._filled.clear()
         if self._device is not None:
             self._device.release()
             self._device = None
@@ -353,43 +525,6 @@ class Program:
         counters.graphs += 1
         counters.segments += len(self.plan.segments)
         counters.breaks += len(self.plan.breaks)
-
-    def _remember(self, code: Code) -> None:
-        """Tracebacks and debuggers show the generated text as if it were a file."""
-        self._lines[code.filename] = code.lines
-        lines = code.source.splitlines(keepends=True)
-        linecache.cache[code.filename] = (len(code.source), None, lines, code.filename)
-        weakref.finalize(self, linecache.cache.pop, code.filename, None)
-
-    def _where(self, error: BaseException) -> tuple[Step, PlanNode] | None:
-        trace: TracebackType | None = error.__traceback__
-        found = None
-        while trace is not None:
-            lines = self._lines.get(trace.tb_frame.f_code.co_filename, {})
-            found = lines.get(trace.tb_lineno, found)
-            trace = trace.tb_next
-        filename, line = getattr(error, "bcg_line", None) or ("", 0)  # the emulated device's own word
-        return self._lines.get(filename, {}).get(line, found)
-
-    def _say_where(self, error: Exception) -> None:
-        """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""
-        found = self._where(error)
-        if found is None:
-            return
-        step, node = found
-        code = f"\n    {node.source.code}" if node.source and node.source.code else ""
-        where = f" in {node.module}" if node.module else ""
-        note = f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}"
-        if note not in getattr(error, "__notes__", ()):  # one exception object may be raised again and again
-            error.add_note(note)
-
-
-class _Last(NamedTuple):
-    """The capture that was replayed last: most calls want it again."""
-
-    shape: Any
-    addresses: list[int | None]
-    code: Code
 
 
 def _released(*args: Any) -> Any:

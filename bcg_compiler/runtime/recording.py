@@ -1,8 +1,9 @@
 """One capture of a program: for one set of shapes and one set of addresses."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +13,12 @@ from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Captured, Code, Lowered, Stub, write_replay
 from bcg_compiler.plan import Plan
+from bcg_compiler.plan.sizes import FUNCTIONS
 from bcg_compiler.runtime import memory
+from bcg_compiler.runtime.arena import Arena
+from bcg_compiler.runtime.buckets import Bucket
 from bcg_compiler.runtime.capture import CaptureDevice, Replay
+from bcg_compiler.runtime.pads import Pads
 
 
 def record(
@@ -22,26 +27,34 @@ def record(
     lowered: Lowered,
     device: CaptureDevice,
     args: Sequence[Any],
-    forms: Mapping[int, memory.Form],
+    forms: Mapping[int, Any],
+    arena: Arena,
     filename: str,
+    bucket: Bucket | None = None,
+    outputs: Literal["copy", "alias"] = "copy",
 ) -> Code:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
     Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done, and their
-    stubs. ``forms`` are what the breaks' results looked like when the program was warmed up. Raises ``SegmentError``
-    where a segment could not be captured; whatever else is raised is of a stub, a barrier or an allocation.
+    stubs. ``forms`` are what the breaks' results look like. Slots and bridges lie in ``arena``; with a ``bucket`` they
+    have its rows. Raises ``SegmentError`` where a segment could not be captured; whatever else is raised is of a stub,
+    a barrier or an allocation.
     """
     # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
     values: dict[int, Any] = {
         o: memory.alias(arg) if isinstance(arg, Tensor) else arg for o, arg in zip(plan.inputs, args, strict=True)
     }
-    slots = {slot.ordinal: memory.Form.of(values[slot.ordinal]).buffer() for slot in plan.slots}
+    pads = Pads(plan, bucket)
+    values.update(pads.sizes())
+    slots = {o: arena.buffer(f"slot {o}", pads.slot(o, values[o])) for o in (slot.ordinal for slot in plan.slots)}
     values.update(slots)
     callers = {storage_key(v) for o, v in values.items() if isinstance(v, Tensor) and o not in slots}
-    bridges = {ordinal: forms[ordinal].buffer() for ordinal in plan.bridges}
+    bridges = {ordinal: arena.buffer(f"bridge {ordinal}", forms[ordinal]) for ordinal in plan.bridges}
     values.update(bridges)
     made: dict[int, Any] = {}
     replays: dict[int, Replay] = {}
+    of_segments: set[int] = set()
+    held = _seen_by_breaks(graph, plan)
     with capturing(device):
         for step in plan.steps:
             if step.kind == "segment":
@@ -53,21 +66,92 @@ def record(
                 except Exception as error:
                     raise SegmentError(step.index, taken) from error
                 results = (result,) if len(step.outputs) == 1 else result or ()
-                made.update(zip(step.outputs, results, strict=True))
+                values.update(zip(step.outputs, results, strict=True))
+                made.update((o, _reference(device, values[o])) for o in step.outputs)
+                of_segments |= set(step.outputs)
+                del result, results
             elif step.index in lowered.fixed:
                 fixed = lowered.fixed[step.index]
-                made.update(zip(fixed.outputs, fixed.run(*(values[o] for o in fixed.inputs)), strict=True))
-            values.update(made)
+                values.update(zip(fixed.outputs, fixed.run(*(values[o] for o in fixed.inputs)), strict=True))
+                in_pool = {storage_key(values[o]) for o in of_segments if o in values and isinstance(values[o], Tensor)}
+                for o in fixed.outputs:
+                    view = isinstance(values[o], Tensor) and storage_key(values[o]) in in_pool
+                    made[o] = _reference(device, values[o]) if view else values[o]
             for stub in lowered.stubs.get(step.index, ()):
                 _stand_in(stub, values, forms, bridges, callers)
+            for ordinal in set(step.frees) - held:
+                values.pop(ordinal, None)
     given = dict(zip(plan.inputs, args, strict=True))
-    results, bound = _Results(graph, plan, given, slots, made, bridges).expressions()
-    bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge}
-    fills = {o: _copy(f"v{o}", f"a{o}", slot) for o, slot in slots.items()}
-    written = {slot.ordinal for slot in plan.slots if slot.written}
-    write_backs = {o: _copy(f"a{o}", f"v{o}", slot) for o, slot in slots.items() if o in written}
-    captured = Captured(replays, slots | made, bridges, fills, write_backs, results, bound)
+    results, bound = _Results(graph, plan, given, slots, made, bridges, pads, outputs).expressions()
+    bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge, **FUNCTIONS}
+    fills = {slot.ordinal: pads.fill(slot, slots[slot.ordinal]) for slot in plan.slots if slot.policy.kind != "once"}
+    write_backs = {slot.ordinal: pads.write_back(slot, slots[slot.ordinal]) for slot in plan.slots if slot.written}
+    captured = Captured(
+        replays=replays,
+        values=slots | made,
+        bridges=bridges,
+        rows=pads.rows(),
+        sizes=pads.sizes(),
+        fills=fills,
+        write_backs=write_backs,
+        tails=pads.tails(),
+        results=results,
+        bound=bound,
+    )
     return write_replay(graph, plan, captured, filename)
+
+
+def rehearse(
+    graph: AnnotatedGraph,
+    plan: Plan,
+    lowered: Lowered,
+    args: Sequence[Any],
+    forms: Mapping[int, Any],
+    arena: Arena,
+    bucket: Bucket,
+) -> None:
+    """Run every segment once in a bucket, on whatever stands in slots and bridges: kernels are chosen and compiled by
+    their first run. Only for segments that write nothing outside.
+    """
+    device = torch.device(plan.device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        record(graph, plan, replace(lowered, stubs={}), _Rehearsal(), args, forms, arena, "<bcg rehearsal>", bucket)
+
+
+class _Rehearsal:
+    """A device that runs what it is given, and captures nothing."""
+
+    name = "rehearsal"
+    bytes = 0
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
+        return segment(*args), lambda: None
+
+    def reference(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def before_replay(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+def _reference(device: CaptureDevice, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    found = device.reference(value)
+    if memory.is_inference(value) and found is not value:
+        memory.set_inference(found)
+    return found
+
+
+def _seen_by_breaks(graph: AnnotatedGraph, plan: Plan) -> set[int]:
+    """What must stay where it is until the replay is over, as a break's body may have kept it: by ordinal."""
+    facts = {f.ordinal: f for f in graph.facts.values()}
+    seen = frozenset().union(*(facts[node.ordinal].reads for step in plan.breaks for node in step.nodes))
+    return {ordinal for ordinal, f in facts.items() if f.results & seen}
 
 
 def _stand_in(
@@ -92,17 +176,12 @@ def _stand_in(
                 memory.fill_bridge(bridges[ordinal], made[position], f"The capture_stub of break {stub.name!r}")
 
 
-def _own(ordinal: int, value: Tensor) -> str:
-    """The expression that copies a value for the caller."""
+def _own(name: str, value: Tensor, live: str) -> str:
+    """The expression that copies the live rows of a value for the caller."""
     if memory.is_inference(value):
-        return f"own_inference(v{ordinal})"
-    return f"v{ordinal}.clone()" if memory.clone_keeps_strides(value) else f"own(v{ordinal})"
-
-
-def _copy(target: str, source: str, form: Tensor) -> str:
-    """The statement that copies one tensor of the form of ``form`` into another."""
-    plain = form.numel() > 0 and not memory.overlaps_itself(form)
-    return f"{target}.copy_({source})" if plain else f"fill_slot({target}, {source})"
+        return f"own_inference({name}{live})"
+    # What is cut is no longer dense: a clone of it is, like the value of eager code.
+    return f"{name}{live}.clone()" if live or memory.clone_keeps_strides(value) else f"own({name})"
 
 
 @contextmanager
@@ -131,7 +210,11 @@ class _Results:
         slots: Mapping[int, Tensor],
         made: Mapping[int, Any],
         bridges: Mapping[int, Tensor],
+        pads: Pads,
+        outputs: Literal["copy", "alias"],
     ) -> None:
+        self._pads = pads
+        self._outputs = outputs
         self._roots = {facts.ordinal: facts.results for facts in graph.facts.values()}
         self._plan = plan
         self._args = args
@@ -154,16 +237,20 @@ class _Results:
                 found[ordinal] = f"a{ordinal}"
                 continue
             value = self._known.get(ordinal)
+            live = self._pads.live(ordinal)
             if ordinal in unknown:
                 copies = "None" if len(unknown) == 1 else "(copies := {})" if ordinal == unknown[0] else "copies"
                 arguments = "".join(f", a{o}" for o in self._slots)
-                found[ordinal] = f"own_if({copies}, v{ordinal}{arguments})"
+                copied = f"{live}.clone()" if live else ""  # a view would keep the rows of the bucket alive
+                found[ordinal] = f"own_if({copies}, v{ordinal}{arguments}){copied}"
             elif not isinstance(value, Tensor):
                 continue
             elif (owner := self._owner(value)) is not None:
-                found[ordinal] = self._view(ordinal, value, *owner)
+                found[ordinal] = self._view(ordinal, value, *owner) + live
+            elif self._outputs == "alias":
+                found[ordinal] = f"v{ordinal}{live}"
             else:
-                found[ordinal] = _own(ordinal, value)
+                found[ordinal] = _own(f"v{ordinal}", value, live)
                 if _is_memory(value):
                     shared.setdefault(_storage(value), []).append(ordinal)
         for ordinals in shared.values():
@@ -204,7 +291,7 @@ class _Results:
             value = self._known[ordinal]
             self._bound[f"form_{ordinal}"] = memory.View.of(value)
             copy = f"(storage_{first} := own_storage(v{first}))" if ordinal == first else f"storage_{first}"
-            found[ordinal] = f"in_storage({copy}, form_{ordinal})"
+            found[ordinal] = f"in_storage({copy}, form_{ordinal}){self._pads.live(ordinal)}"
         return found
 
     def _own_if(self) -> Callable[..., Any]:

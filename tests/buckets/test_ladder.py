@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import bcg_compiler as bcg
 from bcg_compiler import Ladder, LadderError
-from bcg_compiler.debug.lengths import sample_lengths
 from bcg_compiler.buckets import choose
 from bcg_compiler.buckets.ladder import LARGEST, Waste
+from bcg_compiler.debug.lengths import sample_lengths
 
 # One sequence of examples for everybody and always: whether a test fails must not depend on chance or on the clock.
 thorough = settings(max_examples=300, deadline=None, derandomize=True, database=None)

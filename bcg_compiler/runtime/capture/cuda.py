@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from bcg_compiler.compat.addresses import current_raw_stream
-from bcg_compiler.compat.cuda_graphs import StreamPool, mend
+from bcg_compiler.compat.cuda_graphs import StreamPool, mend, pool_bytes, unowned
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
+from bcg_compiler.runtime.memory import View, in_storage
 
 
 class _Lane:
@@ -45,6 +46,7 @@ class CudaCapture:
         self._lane = _lanes.setdefault(device.index, _Lane(device))
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._elsewhere: set[torch.cuda.Stream] = set()  # streams of captures that are not ours
+        self._places: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -56,6 +58,7 @@ class CudaCapture:
             try:
                 self._lane.stream.wait_stream(current)
                 self._elsewhere = self._lane.pool.capturing()
+                self._places.clear()  # what was there when another bucket was captured is another tensor
                 with torch.cuda.stream(self._lane.stream):
                     yield
                 current.wait_stream(self._lane.stream)
@@ -83,6 +86,20 @@ class CudaCapture:
             raise
         self._graphs.add(graph)
         return result, graph.replay
+
+    def reference(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, left to the pool. Results that share memory share it here, too."""
+        owner = tensor.untyped_storage()
+        place = owner.data_ptr(), owner.nbytes()
+        if place not in self._places:
+            self._places[place] = unowned(owner)
+        with torch.inference_mode(False):
+            return in_storage(self._places[place], View.of(tensor))
+
+    @property
+    def bytes(self) -> int:
+        """What the pool holds of the device."""
+        return pool_bytes(self._pool) if self._graphs else 0
 
     def before_replay(self) -> None:
         """Order this replay behind the last one where the caller has changed streams: both use the same memory."""

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from bcg_compiler.compat.fake import FakeTensorMode
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
+from bcg_compiler.runtime.memory import set_inference
 
 
 class EmulatedCapture:
@@ -28,6 +29,7 @@ class EmulatedCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.type
+        self._bytes = 0
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -38,7 +40,17 @@ class EmulatedCapture:
         """Record ``segment(*args)`` as a tape."""
         with _Recorder() as tape:
             result = segment(*args)
+        self._bytes += sum(result.untyped_storage().nbytes() for note in tape.notes for result in note[3])
         return result, partial(_play, tuple(tape.notes), self._device)
+
+    def reference(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself: nothing here is shared between captures."""
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """The results of all operations on the tapes."""
+        return self._bytes
 
     def before_replay(self) -> None:
         """There are no streams."""
@@ -117,7 +129,7 @@ class _Recorder(TorchDispatchMode):
         made = [_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         for leaf in made:
             if isinstance(leaf, torch.Tensor) and torch.is_inference_mode_enabled():
-                leaf.bcg_inference = True  # type: ignore[attr-defined]
+                set_inference(leaf)
         results = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
         if not results and not written and returns:
             return func(*args, **kwargs)  # a question about shapes, such as which attention kernel to take

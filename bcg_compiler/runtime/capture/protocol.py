@@ -4,6 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from bcg_compiler.errors import BcgError
 
 #: Runs what was captured, on the addresses of capture.
@@ -25,6 +27,15 @@ class CaptureDevice(Protocol):
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)``: its results at their fixed addresses, and what replays it."""
+
+    def reference(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A captured segment's result for replays to name: it need not keep its memory, which later captures may use,
+        as a replay writes it anew before it is read.
+        """
+
+    @property
+    def bytes(self) -> int:
+        """What all captures hold, in bytes."""
 
     def before_replay(self) -> None:
         """Make the current stream wait for the last replay, if that ran on another one."""

@@ -1,0 +1,133 @@
+"""Whether and how a plan uses the ladder: which size is padded, by which proof, and what speaks against it.
+
+What stands here are necessities that no word of the user's overrides; the proof about rows is that of ``facts.rows``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from bcg_compiler.buckets import SlotPolicy
+from bcg_compiler.errors import OptionError, nearest
+from bcg_compiler.facts import Reason, RowVerdict, TensorSpec
+from bcg_compiler.options import Options
+from bcg_compiler.plan.plan import Padding, Plan, Value
+from bcg_compiler.plan.sizes import symbols_in
+
+
+def choose_padding(
+    options: Options,
+    values: Mapping[int, Value],
+    verdicts: Sequence[RowVerdict],
+    conditions: Iterable[str],
+) -> Padding | Reason | None:
+    """How the ladder is used, or why not; ``None`` without a ladder.
+
+    ``values`` are the inputs by ordinal; ``verdicts`` and ``conditions`` are those of the graph, in the plan's names.
+    Raises ``OptionError`` where several sizes are open and the options do not say which one is the number of tokens.
+    """
+    if options.ladder is None:
+        return None
+    verdict = _of_tokens(options.token_dim, values, verdicts)
+    if verdict is None:
+        return Reason("no_token_dim", _no_token_dim(options.token_dim))
+    ordinal, dim = verdict.inputs[0]
+    symbol = values[ordinal].specs[0].shape[dim]
+    held = next((v for v in values.values() if v.kind in ("static", "constant") and has_rows(v.specs, symbol)), None)
+    if held is not None:
+        return Reason("held_rows", f"{held.name} is not given by the caller, and has as many rows")
+    if verdict.kind == "mixing" and not options.assume_rows_independent:
+        where = f": {verdict.op} in {verdict.module}" if verdict.op else ""
+        return Reason("mixing_rows", f"padding may reach live rows: {verdict.text}{where}")
+    return Padding(
+        symbol=symbol,
+        place=(ordinal, dim),
+        proof="assumed" if verdict.kind == "mixing" else verdict.kind,
+        least=verdict.least,
+        buckets=tuple(options.ladder.multiple_of(options.bucket_multiple)),
+        conditions=tuple(text for text in conditions if symbol in symbols_in(text)),
+    )
+
+
+def has_rows(specs: Iterable[TensorSpec], symbol: str) -> bool:
+    """Whether a size of these tensors depends on the symbol."""
+    return any(symbol in symbols_in(size) for spec in specs for size in spec.shape)
+
+
+def _of_tokens(
+    wanted: int | str | None, values: Mapping[int, Value], verdicts: Sequence[RowVerdict]
+) -> RowVerdict | None:
+    """The verdict on the size that the options mean; ``None`` if this graph has none."""
+    if isinstance(wanted, str):
+        name, _, number = wanted.rpartition(":")
+        verdicts = [v for v in verdicts if any(_is_meant(values[o], d, name, int(number)) for o, d in v.inputs)]
+    elif wanted is not None:
+        verdicts = [v for v in verdicts if any(d == wanted % len(values[o].specs[0].shape) for o, d in v.inputs)]
+    if len(verdicts) > 1:
+        places = [place for verdict in verdicts for place in verdict.inputs]
+        listed = ", ".join(f"dimension {dim} of {label(values[ordinal])}" for ordinal, dim in places)
+        ordinal, dim = places[0]
+        raise OptionError(
+            f"The ladder could be for several sizes that the graph leaves open: {listed}. Say which is the number of "
+            f"tokens: options={{'token_dim': '{values[ordinal].argument or values[ordinal].name}:{dim}'}}, or make the "
+            f"others static (torch._dynamo.mark_static)."
+        )
+    return verdicts[0] if verdicts else None
+
+
+def _is_meant(value: Value, dim: int, name: str, wanted: int) -> bool:
+    return name in (value.name, value.argument) and dim == wanted % len(value.specs[0].shape)
+
+
+def _no_token_dim(wanted: int | str | None) -> str:
+    which = "no size of an input" if wanted is None else f"no size that token_dim={wanted!r} names"
+    return (
+        f"{which} is open in this graph, which is for one length only; compile with dynamic=True, or mark the "
+        f"dimension: torch._dynamo.mark_dynamic(input_ids, 1)"
+    )
+
+
+def slot_policy(options: Options, value: Value, padding: Padding | None) -> SlotPolicy:
+    """The policy of one slot. Raises ``OptionError`` for one that its input cannot have."""
+    policy = options.slots.get(value.name) or options.slots.get(value.argument) or SlotPolicy()
+    if padding is None or policy.kind == "zero":
+        return SlotPolicy()
+    rows = has_rows(value.specs, padding.symbol)
+    if policy.kind == "once" and rows:
+        raise OptionError(
+            f"Option 'slots' gives 'once' for {label(value)}, which has other rows at each call. 'once' is for inputs "
+            f"that hold the same values at each call."
+        )
+    if policy.kind != "once" and not rows:
+        raise OptionError(
+            f"Option 'slots' gives {str(policy)!r} for {label(value)}, which has no padded rows. Drop it."
+        )
+    return policy
+
+
+def symbol_sources(plan: Plan) -> dict[str, tuple[int, int | None]]:
+    """Where to read each open size at a call: (position among the arguments, dimension), or ``None`` for a size that is
+    an argument itself. Dimensions count on behind the shape: those are strides.
+    """
+    values = {value.ordinal: value for value in plan.values}
+    found: dict[str, tuple[int, int | None]] = {}
+    for position, ordinal in enumerate(plan.inputs):
+        value = values[ordinal]
+        if value.kind == "size" and value.size.isidentifier():
+            found.setdefault(value.size, (position, None))
+        for spec in value.specs:
+            for dim, size in enumerate((*spec.shape, *spec.strides)):
+                if size.isidentifier():
+                    found.setdefault(size, (position, dim))
+    return found
+
+
+def label(value: Value) -> str:
+    """An input for people: its name on the plan and what the user calls it."""
+    return f"{value.name} ({value.argument})" if value.argument else value.name
+
+
+def check_slot_names(options: Options, values: Iterable[Value]) -> None:
+    """Raise ``OptionError`` for a policy of an input that the graph does not have."""
+    known = {name for value in values if value.kind == "input" for name in (value.name, value.argument) if name}
+    for name in options.slots:
+        if name not in known:
+            raise OptionError(f"Option 'slots' names {name!r}, which is no input of this graph. {nearest(name, known)}")

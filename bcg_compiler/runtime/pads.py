@@ -1,0 +1,93 @@
+"""The statements of a replay that have to do with padded rows: fills, cleared tails, results that are cut."""
+
+from torch import Tensor
+
+from bcg_compiler.plan import Plan, Slot
+from bcg_compiler.plan.sizes import evaluate, symbols_in
+from bcg_compiler.runtime import memory
+from bcg_compiler.runtime.buckets import Bucket
+
+#: (dimension, live part as an expression over ``rows``, size in the bucket)
+Cut = tuple[int, str, int]
+
+
+class Pads:
+    """What one capture does about padding. Without a bucket nothing is padded: inputs are copied as they are."""
+
+    def __init__(self, plan: Plan, bucket: Bucket | None) -> None:
+        self._plan = plan
+        self._bucket = bucket
+        self._values = {value.ordinal: value for value in plan.values}
+
+    def sizes(self) -> dict[int, int]:
+        """The numbers among the inputs that depend on the number of rows, in the bucket: by ordinal."""
+        if self._bucket is None:
+            return {}
+        symbols = self._bucket.symbols
+        given = [self._values[ordinal] for ordinal in self._plan.inputs if self._values[ordinal].size]
+        return {v.ordinal: evaluate(v.size, symbols) for v in given if symbols_in(v.size) <= symbols.keys()}
+
+    def rows(self) -> str:
+        """The expression for the live rows of a call; "" without a bucket."""
+        if self._bucket is None or self._plan.padding is None:
+            return ""
+        ordinal, dim = self._plan.padding.place
+        return f"a{ordinal}.shape[{dim}]"
+
+    def slot(self, ordinal: int, argument: Tensor) -> memory.Form:
+        """What the slot of an argument looks like."""
+        if self._cuts(ordinal) and self._bucket is not None:
+            return self._bucket.form(self._values[ordinal].specs[0], argument.requires_grad)
+        return memory.Form.of(argument)
+
+    def fill(self, slot: Slot, buffer: Tensor) -> str:
+        """The statement that fills a slot from the argument of a call."""
+        name, given = f"v{slot.ordinal}", f"a{slot.ordinal}"
+        cuts = self._cuts(slot.ordinal)
+        if not cuts:
+            return _copy(name, given, buffer)
+        clear = f"fill_({slot.policy.value!r})" if slot.policy.kind == "sentinel" else "zero_()"
+        live = f"{name}{_narrowed(cuts)}.copy_({given})"
+        if slot.policy.kind == "keep":
+            return live
+        if len(cuts) > 1:
+            return f"{name}.{clear}; {live}"
+        return f"{live}; {name}{_behind(cuts[0])}.{clear}"
+
+    def write_back(self, slot: Slot, buffer: Tensor) -> str:
+        """The statement that copies a slot to the caller's tensor."""
+        cuts = self._cuts(slot.ordinal)
+        if not cuts:
+            return _copy(f"a{slot.ordinal}", f"v{slot.ordinal}", buffer)
+        return f"a{slot.ordinal}.copy_(v{slot.ordinal}{_narrowed(cuts)})"
+
+    def tails(self) -> dict[int, list[str]]:
+        """Statements that clear padded rows, by the ordinal of the node of a break that they come behind."""
+        found: dict[int, list[str]] = {}
+        for step in self._plan.steps if self._bucket is not None else ():
+            for node, value in step.tails:
+                found.setdefault(node, []).extend(f"v{value}{_behind(cut)}.zero_()" for cut in self._cuts(value))
+        return found
+
+    def live(self, ordinal: int) -> str:
+        """What to put behind the expression of a result to get its live rows; "" if it has no others."""
+        return _narrowed(self._cuts(ordinal))
+
+    def _cuts(self, ordinal: int) -> list[Cut]:
+        specs = self._values[ordinal].specs
+        return self._bucket.cuts(specs[0]) if self._bucket is not None and specs else []
+
+
+def _narrowed(cuts: list[Cut]) -> str:
+    return "".join(f".narrow({dim}, 0, {live})" for dim, live, _ in cuts)
+
+
+def _behind(cut: Cut) -> str:
+    dim, live, size = cut
+    return f".narrow({dim}, {live}, {size} - ({live}))"
+
+
+def _copy(target: str, source: str, form: Tensor) -> str:
+    """The statement that copies one tensor of the form of ``form`` into another."""
+    plain = form.numel() > 0 and not memory.overlaps_itself(form)
+    return f"{target}.copy_({source})" if plain else f"fill_slot({target}, {source})"
