@@ -53,7 +53,7 @@ class Options:
     max_padding_factor: float = 2.0
     """A bucket larger than so many times the live rows is not used, the first bucket excepted."""
 
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     """What else a batch must be to be replayed, for calls that publish one (``bcg.forward_context(batch=...)``), with
     vetoes of your own."""
 

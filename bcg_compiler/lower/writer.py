@@ -74,8 +74,8 @@ class Writer:
     ) -> None:
         """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given.
 
-        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` and ``after`` give lines to put
-        around an operation.
+        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` and ``after`` give lines to
+        put around an operation.
         """
         plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
         nodes = [self.nodes[n.ordinal] for n in plan_nodes]

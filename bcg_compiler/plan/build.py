@@ -124,9 +124,10 @@ class _Builder:
                 continue
             for value in self._written_by(node):
                 given = self.graph.producer_facts(value)
-                if given is not None and has_rows(map(self.symbols.spec, given.specs), symbol):
-                    if given.ordinal in bridges or not given.results & self.graph.outside:
-                        yield facts.ordinal, given.ordinal
+                if given is None or not has_rows(map(self.symbols.spec, given.specs), symbol):
+                    continue
+                if given.ordinal in bridges or not given.results & self.graph.outside:
+                    yield facts.ordinal, given.ordinal
             for user in (node, *node.users):
                 made = self.graph.facts.get(user)
                 if made is None or made.group != facts.group or not user.users or len(made.specs) != 1:

@@ -1,7 +1,7 @@
 """The dataclasses of a plan. Everything that anyone may act on is here, and nothing else is."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bcg_compiler.buckets import SlotPolicy
@@ -63,8 +63,8 @@ class Step:
     ``kernels``  how many kernels it launches
     ``fixed``    ordinals of a break's nodes that only look at fixed memory or allocate (views, sizes, empty buffers): a
                  capture does them once, and replays leave them out
-    ``tails``    (node, value): the padded rows of the value are cleared behind that node of a break, which may write live
-                 rows only
+    ``tails``    (node, value): the padded rows of the value are cleared behind that node of a break, which may have
+                 written live rows only
     ``unit``     structural key: segments of the same key are the same computation on other values; "" for a break
     """
 
@@ -92,7 +92,7 @@ class Slot:
     ordinal: int
     written: bool
     moving: bool = False
-    policy: SlotPolicy = SlotPolicy()
+    policy: SlotPolicy = field(default_factory=SlotPolicy)
 
 
 @dataclass(frozen=True)

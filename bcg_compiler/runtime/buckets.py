@@ -15,7 +15,7 @@ from bcg_compiler.runtime.memory import Form, dense
 
 @dataclass(frozen=True)
 class Bucket:
-    """One row count that a program is captured for. ``symbols`` are all open sizes, with ``rows`` for the padded one."""
+    """One row count that a program is captured for. ``symbols`` are all open sizes, ``rows`` that of the padded one."""
 
     rows: int
     symbol: str

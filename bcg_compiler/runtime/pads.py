@@ -1,9 +1,12 @@
 """The statements of a replay that have to do with padded rows: fills, cleared tails, results that are cut."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from bcg_compiler.plan import Plan, Slot
-from bcg_compiler.plan.sizes import evaluate, symbols_in
+from bcg_compiler.plan.sizes import FUNCTIONS, evaluate, symbols_in
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.buckets import Bucket
 
@@ -17,6 +20,7 @@ class Pads:
     def __init__(self, plan: Plan, bucket: Bucket | None) -> None:
         self._plan = plan
         self._bucket = bucket
+        self._known: dict[int, list[Cut]] = {}
         self._values = {value.ordinal: value for value in plan.values}
 
     def sizes(self) -> dict[int, int]:
@@ -69,13 +73,22 @@ class Pads:
                 found.setdefault(node, []).extend(f"v{value}{_behind(cut)}.zero_()" for cut in self._cuts(value))
         return found
 
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that the expressions call."""
+        lives = " ".join(live for ordinal in self._values for _, live, _ in self._cuts(ordinal))
+        return {name: function for name, function in FUNCTIONS.items() if f"{name}(" in lives}
+
     def live(self, ordinal: int) -> str:
         """What to put behind the expression of a result to get its live rows; "" if it has no others."""
         return _narrowed(self._cuts(ordinal))
 
     def _cuts(self, ordinal: int) -> list[Cut]:
         specs = self._values[ordinal].specs
-        return self._bucket.cuts(specs[0]) if self._bucket is not None and specs else []
+        if self._bucket is None or not specs:
+            return []
+        if ordinal not in self._known:
+            self._known[ordinal] = self._bucket.cuts(specs[0])
+        return self._known[ordinal]
 
 
 def _narrowed(cuts: list[Cut]) -> str:

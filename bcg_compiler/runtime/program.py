@@ -2,9 +2,10 @@
 
 import itertools
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bcg_compiler.buckets import Admission, Batch, Limits, admit
+from bcg_compiler.buckets import Admission, Batch, admit
 from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import is_plain
 from bcg_compiler.context import forward_context, published
 from bcg_compiler.errors import AdmissionError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.lower import Code, Lowered
+from bcg_compiler.facts.node import RANDOM_STATE, WORLD
+from bcg_compiler.lower import Lowered
 from bcg_compiler.options import Options
-from bcg_compiler.plan import Plan
+from bcg_compiler.plan import Plan, Step
 from bcg_compiler.plan.sizes import evaluate
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.arena import Arena
@@ -29,7 +31,7 @@ from bcg_compiler.runtime.buckets import Bucket, Sizes
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
 from bcg_compiler.runtime.lines import Lines
-from bcg_compiler.runtime.recording import record, rehearse
+from bcg_compiler.runtime.recording import Capture, record, rehearse
 from bcg_compiler.runtime.trial import find_uncapturable
 
 _numbers = itertools.count()
@@ -50,12 +52,25 @@ class Compiled:
     lowered: Lowered
 
 
+class Rung(NamedTuple):
+    """One bucket that was captured ahead, or why it was not.
+
+    ``others`` are the other open sizes that it was captured for; ``bytes`` what all captures hold after it.
+    """
+
+    rows: int
+    others: tuple[int, ...]
+    seconds: float
+    bytes: int
+    error: str = ""
+
+
 class _Place(NamedTuple):
     """The captures at one set of addresses, by shape."""
 
     key: tuple[int, ...]
     addresses: list[int | None]  # by argument; None for those that are not bound
-    codes: dict[Any, Code]
+    captures: dict[Any, Capture]
 
 
 class Program:
@@ -90,6 +105,7 @@ class Program:
         self._moves: Counter[int] = Counter()
         self._arena = Arena()
         self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
+        self._examples: dict[tuple[int, ...], list[Any]] = {}  # by these sizes: what arguments look like
         self._lost: dict[int, str] = {}  # rungs of the ladder that could not be captured, and why
         self.complete = False  # whether bcg.capture has captured all there is
         self._take(compiled)
@@ -137,11 +153,11 @@ class Program:
             return self._call_padded(self._sizes_open, args)
         shape = self._shape_key(args) if self._open else None
         place = self._place_of(args)
-        code = place.codes.get(shape)
-        if code is not None:
+        capture = place.captures.get(shape)
+        if capture is not None:
             if self._written and self._overlapping(args):
                 return self._eagerly("input_overlap", args)
-            return self._replay(code, args)
+            return self._replay(capture, args)
         forms = self._warm.get(shape)
         if forms is None:
             return self._warm_up(shape, args)
@@ -149,14 +165,14 @@ class Program:
             return self._eagerly("input_overlap", args)
         if self.kept_captures >= self._options.max_captures:
             return self._eagerly("capture_limit", args)
-        code = self._capture(place, shape, args, forms)
-        if code is None:
-            return self._call(args)
-        return self._replay(code, args)
+        capture = self._capture(place, shape, args, forms)
+        return self._call(args) if capture is None else self._replay(capture, args)
 
     def _call_padded(self, sizes: Sizes, args: tuple[Any, ...]) -> Any:
         """A call whose inputs are padded: it replays the bucket that it is admitted to."""
         rows, others = sizes.rows(args), sizes.others(args)
+        if others not in self._examples and len(self._examples) < self._options.max_captures:
+            self._examples[others] = self._example(args)
         self._others = others
         with forward_context(live_rows=rows):
             admission = self._admission(rows, others)
@@ -164,11 +180,11 @@ class Program:
                 return self._eagerly(admission.reason, args)
             shape = (attention_kernels() if self._attends else None, admission.bucket, others)
             place = self._place_of(args)
-            code = place.codes.get(shape)
-            if (code is None or self._written) and self._overlapping(args):
+            capture = place.captures.get(shape)
+            if (capture is None or self._written) and self._overlapping(args):
                 return self._eagerly("input_overlap", args)
-            if code is not None:
-                return self._replay(code, args)
+            if capture is not None:
+                return self._replay(capture, args)
             if self.complete and self._options.on_late_capture == "eager":
                 return self._eagerly("late_capture", args)
             if self.complete and self._options.on_late_capture == "error":
@@ -181,8 +197,8 @@ class Program:
                 return self._eagerly("capture_limit", args)
             bucket = sizes.bucket(admission.bucket, others)
             if self._warm:
-                code = self._capture(place, shape, args, self._forms(bucket), bucket)
-                return self._call(args) if code is None else self._replay(code, args)
+                capture = self._capture(place, shape, args, self._forms(bucket), bucket)
+                return self._call(args) if capture is None else self._replay(capture, args)
             result = self._warm_up(None, args)
             if self._never is None and self._sizes_open is sizes:
                 self._capture(place, shape, args, self._forms(bucket), bucket)
@@ -205,12 +221,12 @@ class Program:
     @property
     def kept_captures(self) -> int:
         """How many captures there are, over all shapes and sets of addresses."""
-        return sum(len(place.codes) for place in self._places.values())
+        return sum(len(place.captures) for place in self._places.values())
 
     @property
     def replay_sources(self) -> list[str]:
         """The generated texts of the replay functions."""
-        return [code.source for place in self._places.values() for code in place.codes.values()]
+        return [c.code.source for place in self._places.values() for c in place.captures.values()]
 
     def _admission(self, rows: int, others: tuple[int, ...]) -> Admission:
         batch = published("batch")
@@ -226,7 +242,7 @@ class Program:
         return self.admit(batch, others)
 
     def admit(self, batch: Batch, others: tuple[int, ...] | None = None) -> Admission:
-        """Whether a batch replays. ``others`` are its open sizes but for the rows; if ``None`` those of the last call."""
+        """Whether a batch replays. ``others``: its open sizes but for the rows; if ``None`` those of the last call."""
         if self._never is not None:
             return Admission(None, self._never, "The program is not captured.", batch.rows)
         if self._sizes_open is None:
@@ -239,10 +255,10 @@ class Program:
         counters.eager_runs[reason] += 1
         return self._compiled.lowered.run(*args)
 
-    def _replay(self, code: Code, args: tuple[Any, ...]) -> Any:
+    def _replay(self, capture: Capture, args: tuple[Any, ...]) -> Any:
         assert self._device is not None
         self._device.before_replay()
-        result = code.made(*args)
+        result = capture.run(*args)
         self.replays += 1
         counters.replays += 1
         return result
@@ -276,7 +292,7 @@ class Program:
 
     def _capture(
         self, place: _Place, shape: Any, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None = None
-    ) -> Code | None:
+    ) -> Capture | None:
         """Capture for a shape; ``None`` where that failed and the program has changed its mind about something."""
         if self._notice_moves():
             return None
@@ -284,11 +300,11 @@ class Program:
             self._device = self._make_device()
         self._fill_once(args)
         try:
-            code: Code | None = None
+            capture: Capture | None = None
             try:
-                code = self._record(self._device, args, forms, bucket)
+                capture = self._record(self._device, args, forms, bucket)
             except SegmentError as failed:
-                code = self._try_warm(failed, args, forms, bucket)
+                capture = self._try_warm(failed, args, forms, bucket)
         except torch.OutOfMemoryError as error:
             if bucket is None:
                 self._forget_captures()
@@ -296,25 +312,25 @@ class Program:
             else:
                 self.lose(bucket.rows, str(error))
             return None
-        if code is None:
+        if capture is None:
             return None
-        self._lines.add(code)
-        again = any(shape in other.codes for other in self._places.values())
+        self._lines.add(capture.code)
+        again = any(shape in other.captures for other in self._places.values())
         if place.key not in self._places:
             self._places[place.key] = place
             self._forget_with_statics(place.key, args)
-        place.codes[shape] = code
+        place.captures[shape] = capture
         self.captured_on = self._device.name
         self.captures += 1
         counters.captures += 1
         if again:
             self.recaptures += 1
             counters.recaptures += 1
-        return code
+        return capture
 
     def _record(
         self, device: CaptureDevice, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
-    ) -> Code:
+    ) -> Capture:
         compiled = self._compiled
         filename = f"<bcg replay {next(_numbers)}>"
         return record(
@@ -332,12 +348,12 @@ class Program:
 
     def _try_warm(
         self, failed: SegmentError, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
-    ) -> Code | None:
+    ) -> Capture | None:
         """A segment could not be captured. In a new bucket its kernels may only have to run once before, to be chosen
         or compiled; else an operation is marked as a break.
         """
         assert self._device is not None
-        if bucket is not None and self._writes_nothing_outside:
+        if bucket is not None and len(self._unseen) == len(self.plan.segments):
             try:
                 rehearse(self._compiled.graph, self.plan, self._compiled.lowered, args, forms, self._arena, bucket)
                 return self._record(self._device, args, forms, bucket)
@@ -345,6 +361,74 @@ class Program:
                 failed = again
         self._mark_failed(failed)
         return None
+
+    def _example(self, args: Sequence[Any]) -> list[Any]:
+        """What a call is made of, without what it holds: parameters weakly, other tensors by their form."""
+        example = [memory.Form.of(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        for position in self._statics:
+            example[position] = weakref.ref(args[position])
+        return example
+
+    def capture_ladder(self, smoke: bool = True) -> Iterator[Rung]:
+        """Capture every bucket for all other sizes that were seen, the largest first; one rung after the other.
+
+        Effects of the model do not happen. A bucket that runs out of memory is dropped and reported.
+        """
+        with self._lock:
+            self.complete = False
+            done: set[Any] = set()
+            while (next_one := self._next_bucket(done)) is not None:
+                bucket, others = next_one
+                yield self._capture_rung(bucket, others, done, smoke)
+            self.complete = True
+
+    def _next_bucket(self, done: Container[Any]) -> tuple[Bucket, tuple[int, ...]] | None:
+        sizes = self._sizes_open
+        if sizes is None:
+            return None
+        wanted = [(rows, others) for others in self._examples for rows in sizes.usable(others)]
+        wanted = [(rows, others) for rows, others in wanted if rows not in self._lost and (rows, others) not in done]
+        if not wanted:
+            return None
+        rows, others = max(wanted)
+        return sizes.bucket(rows, others), others
+
+    def _capture_rung(self, bucket: Bucket, others: tuple[int, ...], done: set[Any], smoke: bool) -> Rung:
+        began = time.perf_counter()
+        args = tuple(_recalled(value) for value in self._examples[others])
+        place, plan = self._place_of(args), self.plan
+        shape = (attention_kernels() if self._attends else None, bucket.rows, others)
+        capture = place.captures.get(shape)
+        if capture is None:
+            capture = self._capture(place, shape, args, self._forms(bucket), bucket)
+        if self.plan is plan:
+            done.add((bucket.rows, others))
+        else:
+            done.clear()  # an operation has become a break: all is captured again
+        if capture is not None and smoke:
+            self._smoke(capture)
+        return Rung(
+            rows=bucket.rows,
+            others=others,
+            seconds=time.perf_counter() - began,
+            bytes=self.measured_bytes,
+            error=self._lost.get(bucket.rows, "" if capture is not None else "captured again with another break"),
+        )
+
+    def _smoke(self, capture: Capture) -> None:
+        """Replay what nobody sees, so that a fault shows now, and the first call finds the graphs on the device."""
+        assert self._device is not None
+        self._device.before_replay()
+        for index, replay in capture.replays.items():
+            if index in self._unseen:
+                replay()
+        if self._on_cuda:
+            torch.cuda.synchronize(self.plan.device)
+
+    @property
+    def measured_bytes(self) -> int:
+        """What captures, slots and bridges hold, in bytes."""
+        return self._arena.bytes + (self._device.bytes if self._device is not None else 0)
 
     def lose(self, rows: int, why: str) -> None:
         """Do without a rung of the ladder."""
@@ -407,6 +491,7 @@ class Program:
         self._places, self._warm, self._place, self._never = {}, {}, None, None
         self._filled: set[int] = set()
         self._admitted: dict[Any, Admission] = {}
+        self._examples = {}
         self._others = ()
         self._watched, self._dropped, self._moves = {}, [], Counter()
         if self._options.capture == "off":
@@ -433,12 +518,7 @@ class Program:
             factor = self._options.max_padding_factor
             self._limits = replace(self._options.limits, max_padding_factor=factor, least=padding.least)
         self._attends = any("attention" in n.op for step in plan.segments for n in step.nodes)
-        outside = frozenset().union(*(facts.results for facts in compiled.graph.input_facts.values()))
-        facts_of = {facts.ordinal: facts for facts in compiled.graph.facts.values()}
-        slots = frozenset().union(*(compiled.graph.input_facts_of(slot.ordinal).results for slot in plan.slots))
-        in_segments = [facts_of[node.ordinal] for step in plan.segments for node in step.nodes]
-        # Run for nothing, nobody sees it.
-        self._writes_nothing_outside = not any(facts.writes & (outside - slots) for facts in in_segments)
+        self._unseen = _unseen_segments(compiled)
         self._open = bool(self._sizes or self._symbolic or self._attends)
         self._on_cuda = plan.device.startswith("cuda")
         self._written = [positions[o] for o in plan.written_inputs]
@@ -525,6 +605,32 @@ class Program:
         counters.graphs += 1
         counters.segments += len(self.plan.segments)
         counters.breaks += len(self.plan.breaks)
+
+
+def _recalled(value: Any) -> Any:
+    if isinstance(value, memory.Form):
+        return value.buffer()
+    if not isinstance(value, weakref.ref):
+        return value
+    found = value()
+    if found is None:
+        raise ReleasedError("A parameter of the model is no longer there. Call the compiled model, then capture again.")
+    return found
+
+
+def _unseen_segments(compiled: Compiled) -> frozenset[int]:
+    """Segments that may run for nothing: by the index of their step."""
+    graph = compiled.graph
+    facts_of = {facts.ordinal: facts for facts in graph.facts.values()}
+    slots = frozenset().union(*(graph.input_facts_of(slot.ordinal).results for slot in compiled.plan.slots))
+    seen = (graph.outside - slots) | {RANDOM_STATE, WORLD}
+
+    def is_unseen(step: Step) -> bool:
+        nodes = [facts_of[node.ordinal] for node in step.nodes]
+        checks = any("_assert_async" in name for facts in nodes for name in facts.aten)
+        return not checks and not any(facts.writes & seen for facts in nodes)
+
+    return frozenset(step.index for step in compiled.plan.segments if is_unseen(step))
 
 
 def _released(*args: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,19 @@ from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Captured, Code, Lowered, Stub, write_replay
 from bcg_compiler.plan import Plan
-from bcg_compiler.plan.sizes import FUNCTIONS
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.arena import Arena
 from bcg_compiler.runtime.buckets import Bucket
 from bcg_compiler.runtime.capture import CaptureDevice, Replay
 from bcg_compiler.runtime.pads import Pads
+
+
+class Capture(NamedTuple):
+    """``run`` is called with the graph's arguments; ``replays`` are the captured segments by the index of their step."""
+
+    run: Callable[..., Any]
+    code: Code
+    replays: Mapping[int, Replay]
 
 
 def record(
@@ -32,7 +39,7 @@ def record(
     filename: str,
     bucket: Bucket | None = None,
     outputs: Literal["copy", "alias"] = "copy",
-) -> Code:
+) -> Capture:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
     Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done, and their
@@ -83,7 +90,7 @@ def record(
                 values.pop(ordinal, None)
     given = dict(zip(plan.inputs, args, strict=True))
     results, bound = _Results(graph, plan, given, slots, made, bridges, pads, outputs).expressions()
-    bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge, **FUNCTIONS}
+    bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge, **pads.functions()}
     fills = {slot.ordinal: pads.fill(slot, slots[slot.ordinal]) for slot in plan.slots if slot.policy.kind != "once"}
     write_backs = {slot.ordinal: pads.write_back(slot, slots[slot.ordinal]) for slot in plan.slots if slot.written}
     captured = Captured(
@@ -98,7 +105,8 @@ def record(
         results=results,
         bound=bound,
     )
-    return write_replay(graph, plan, captured, filename)
+    code = write_replay(graph, plan, captured, filename)
+    return Capture(code.made, code, replays)
 
 
 def rehearse(
