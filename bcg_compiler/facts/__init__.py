@@ -2,6 +2,7 @@
 
 ``node``       the facts of one node: pure data
 ``collect``    runs the graph and collects the facts of all nodes
+``allocations``  the storages that a node allocates
 ``footprint``  from recorded ATen operations to kernels, syncs, effects
 ``known_ops``  what neither schema nor tag of an operation tells
 ``modes``      grad, autocast and inference state, functorch regions
@@ -12,6 +13,16 @@
 
 from bcg_compiler.facts.collect import collect_facts
 from bcg_compiler.facts.graph import AnnotatedGraph
-from bcg_compiler.facts.node import ModeState, NodeFacts, Reason, RowVerdict, Source, TensorSpec
+from bcg_compiler.facts.node import ModeState, NewStorage, NodeFacts, Reason, RowVerdict, Source, TensorSpec
 
-__all__ = ["AnnotatedGraph", "ModeState", "NodeFacts", "Reason", "RowVerdict", "Source", "TensorSpec", "collect_facts"]
+__all__ = [
+    "AnnotatedGraph",
+    "ModeState",
+    "NewStorage",
+    "NodeFacts",
+    "Reason",
+    "RowVerdict",
+    "Source",
+    "TensorSpec",
+    "collect_facts",
+]

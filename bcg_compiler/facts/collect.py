@@ -31,6 +31,7 @@ from bcg_compiler.compat.fake import (
 from bcg_compiler.compat.functorch import leave_transforms, transform_depth
 from bcg_compiler.compat.recorder import OpRecorder, Recorded
 from bcg_compiler.facts import footprint, known_ops
+from bcg_compiler.facts.allocations import new_storages
 from bcg_compiler.facts.graph import AnnotatedGraph
 from bcg_compiler.facts.modes import ModeTracker, is_functorch_node, is_mode_node, nesting_change
 from bcg_compiler.facts.node import (
@@ -221,11 +222,12 @@ class _Collector:
         for tensor in tensors:
             self._see_device(tensor)
         results = self.roots.of(tensors)
+        gives_argument = any(name.partition(".")[0] in known_ops.MAY_GIVE_AN_ARGUMENT for name in recorder.names)
         if isinstance(node.target, BoundBreak):
             # Whatever its fake says, the body may hand an argument back; and it may keep what it was given.
             results = self.roots.may_alias(results, reads)
             self.roots.reachable |= results
-        elif any(name.partition(".")[0] in known_ops.MAY_GIVE_AN_ARGUMENT for name in recorder.names):
+        elif gives_argument:
             results = self.roots.may_alias(results, reads)
         frame = dynamo.user_frame(node)
         self.facts[node] = NodeFacts(
@@ -241,6 +243,7 @@ class _Collector:
             reshapes=reshapes,
             results=results,
             fresh=frozenset(root for root in results if root >= before),
+            allocates=new_storages(calls, tensors, self.roots.number, before, gives_argument),
             specs=_specs(result),
             size=_size(result),
             uncapturable=(failure,) if failure else (),
@@ -369,6 +372,12 @@ class _Roots:
                 root = self._by_storage[key]
                 found |= {root} | self._also.get(root, frozenset())
         return frozenset(found)
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The root of the storage that ``tensor`` itself lives in, whatever else it counts as."""
+        self.of([tensor])
+        (key,) = _storage_keys(tensor)
+        return self._by_storage[key]
 
     def may_alias(self, roots: frozenset[int], others: frozenset[int]) -> frozenset[int]:
         """From here on a tensor of ``roots`` counts as one of ``others``, too."""

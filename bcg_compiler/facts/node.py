@@ -78,6 +78,23 @@ class RowVerdict:
 
 
 @dataclass(frozen=True)
+class NewStorage:
+    """A storage that a node allocates.
+
+    ``root``    its number
+    ``bytes``   its size, an expression in the graph's symbols
+    ``device``  where it lies
+    ``lasts``   how many more storages the node allocates until nothing of it uses this one any more; ``None`` if it
+                outlives the node
+    """
+
+    root: int
+    bytes: str
+    device: str
+    lasts: int | None = None
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """What one node does.
 
@@ -89,6 +106,7 @@ class NodeFacts:
     ``reads``, ``writes``  roots (storages) whose data it reads or writes, plus the negative ones above
     ``reshapes``    roots of tensors whose shape or strides it changes in place
     ``results``     roots that its result lives in; ``fresh`` those that it allocated
+    ``allocates``   the storages that its operations allocate, in order, those included that die inside it
     ``specs``       its result tensors; ``size`` the expression that its result is, if that is a symbolic integer
     ``uncapturable`` reasons why no graph may hold it, most telling first; empty if one may
     ``host_only``   no tensor goes in or comes out: arithmetic on sizes and numbers
@@ -109,6 +127,7 @@ class NodeFacts:
     reshapes: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     fresh: frozenset[int] = frozenset()
+    allocates: tuple[NewStorage, ...] = ()
     specs: tuple[TensorSpec, ...] = ()
     size: str = ""
     uncapturable: tuple[Reason, ...] = ()
