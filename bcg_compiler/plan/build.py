@@ -14,6 +14,7 @@ from bcg_compiler.facts.modes import is_functorch_node
 from bcg_compiler.facts.node import FENCE
 from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
+from bcg_compiler.plan.lifetimes import with_lifetimes
 from bcg_compiler.plan.padding import check_slot_names, choose_padding, has_rows, slot_policy, symbol_sources
 from bcg_compiler.plan.partition import Cut, Unit, partition
 from bcg_compiler.plan.plan import Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
@@ -85,7 +86,7 @@ class _Builder:
             for n, f in self.graph.input_facts.items()
             if n.op == "placeholder" and f.results & self.graph.written
         }
-        return Plan(
+        plan = Plan(
             slots=tuple(
                 Slot(
                     v.ordinal,
@@ -109,6 +110,8 @@ class _Builder:
             padding=padding,
             unpadded=unpadded,
         )
+        # Last: the order in which symbols are met gives them their names in the stable text.
+        return with_lifetimes(plan, self.graph, self.symbols)
 
     def _size(self, ordinal: int) -> str:
         node = self.by_ordinal.get(ordinal)

@@ -53,6 +53,34 @@ class StepReason:
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """A storage on the graph's device that a node of a step allocates.
+
+    ``bytes``  its size, an expression in the plan's symbols
+    ``born``   position of the node in the step
+    ``dies``   position of the node after which it is freed; ``None`` if it survives the step
+    ``lasts``  of one that dies inside its own node: how many more storages the node allocates before
+    ``freed``  of one that survives: index of the step after which it may be freed; ``None`` if it is held to the end of
+               the call: it is returned, or a break read it, whose body may keep what it was given
+    """
+
+    bytes: str
+    born: int
+    dies: int | None = None
+    lasts: int | None = None
+    freed: int | None = None
+
+
+@dataclass(frozen=True)
+class LiveRange:
+    """The steps during which a value has to lie in memory: index of the ``first`` and of the ``last`` one."""
+
+    ordinal: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Step:
     """A segment or a break.
 
@@ -66,6 +94,7 @@ class Step:
     ``tails``    (node, value): the padded rows of the value are cleared behind that node of a break, which may have
                  written live rows only
     ``unit``     structural key: segments of the same key are the same computation on other values; "" for a break
+    ``allocations``  the storages that its nodes allocate, in order. Of a break function only its results are known
     """
 
     index: int
@@ -79,6 +108,7 @@ class Step:
     fixed: tuple[int, ...] = ()
     tails: tuple[tuple[int, int], ...] = ()
     unit: str = ""
+    allocations: tuple[Allocation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +160,7 @@ class Plan:
     ``inputs``   ordinals of the graph's arguments in order, ``outputs`` those of the values it returns
     ``slots``    the inputs that need one when captured
     ``bridges``  ordinals of the values that a break makes and a segment reads: copied to a fixed address
+    ``bridge_ranges``  how long each of them is needed there
     ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
     ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
@@ -149,6 +180,7 @@ class Plan:
     rows: tuple[RowVerdict, ...] = ()
     padding: Padding | None = None
     unpadded: Reason | None = None
+    bridge_ranges: tuple[LiveRange, ...] = ()
 
     @property
     def segments(self) -> tuple[Step, ...]:
