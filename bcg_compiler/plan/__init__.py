@@ -3,9 +3,14 @@
 ``plan``       the dataclasses
 ``partition``  units of work → steps: joins breaks, moves pure nodes, absorbs small segments
 ``build``      an annotated graph → a plan
+``lifetimes``  from when to when storages and bridges are needed
 ``structure``  the structural key of a segment, by which equal ones are found
 ``text``       the stable text, the hash, JSON
 ``sizes``      sizes as numbers
+
+``memory``     how many bytes the captures of a plan take; ``allocator`` simulates the allocator that they use
+
+``ladder``     the buckets that prompts are padded to; ``choose`` has the two searches behind it
 """
 
 from bcg_compiler.plan.build import build_plan
