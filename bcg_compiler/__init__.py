@@ -5,20 +5,24 @@ is not needed to use the backend; these are the names for those who declare brea
 """
 
 from bcg_compiler.breaks import call_with_break, eager_break
-from bcg_compiler.buckets import Ladder
+from bcg_compiler.buckets import Batch, Ladder, Limits
 from bcg_compiler.context import current_context, forward_context
 from bcg_compiler.errors import BcgError, LadderError
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
-from bcg_compiler.runtime import counters, programs_of, reset, stats
+from bcg_compiler.runtime import admission, capture, counters, programs_of, reset, stats
 
 __all__ = [
+    "Batch",
     "BcgError",
     "Ladder",
     "LadderError",
+    "Limits",
     "Options",
     "Plan",
+    "admission",
     "call_with_break",
+    "capture",
     "counters",
     "current_context",
     "eager_break",

@@ -59,7 +59,7 @@ def forecast_ladder(plan: Plan, buckets: Sequence[Symbols]) -> Forecast:
     """
     return Forecast(
         slots=max((slot_bytes(plan, symbols) for symbols in buckets), default=0),
-        bridges=max((assign(bridge_intervals(plan, symbols))[1] for symbols in buckets), default=0),
+        bridges=max((bridge_bytes(plan, symbols) for symbols in buckets), default=0),
         segments=simulate(event for symbols in buckets for event in segment_events(plan, symbols)).reserved,
     )
 
@@ -68,6 +68,22 @@ def slot_bytes(plan: Plan, symbols: Symbols) -> int:
     """The bytes of all slots of ``plan``."""
     specs = {value.ordinal: value.specs for value in plan.values}
     return sum(tensor_bytes(spec, symbols) for slot in plan.slots for spec in specs[slot.ordinal])
+
+
+def bridge_bytes(plan: Plan, symbols: Symbols) -> int:
+    """The bytes of all bridges: of those that ``pass``, an arena; each of the others has a buffer of its own."""
+    passing = passing_bridges(plan)
+    intervals = bridge_intervals(plan, symbols)
+    _, arena = assign(i for i in intervals if i.ordinal in passing)
+    return arena + sum(i.bytes for i in intervals if i.ordinal not in passing)
+
+
+def passing_bridges(plan: Plan) -> frozenset[int]:
+    """The bridges that nobody needs in the last step, and that may share memory with one another, by ordinal.
+
+    What is returned, seen by a later break, or written is none: it has memory of its own, under an identity of its own.
+    """
+    return frozenset(kept.ordinal for kept in plan.bridge_ranges if kept.last < plan.steps[-1].index)
 
 
 def bridge_intervals(plan: Plan, symbols: Symbols) -> list[Interval]:

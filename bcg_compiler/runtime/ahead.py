@@ -35,7 +35,9 @@ class CaptureReport:
         return "\n".join([*lines, *(f"{rung.rows} is dropped: {rung.error}" for rung in self.dropped)])
 
 
-def capture(compiled: Callable[..., Any], ladder: Ladder | Iterable[int] | None = None, *, progress: bool = True) -> CaptureReport:
+def capture(
+    compiled: Callable[..., Any], ladder: Ladder | Iterable[int] | None = None, *, progress: bool = True
+) -> CaptureReport:
     """Capture all buckets of ``compiled``, the result of ``torch.compile``, the largest first.
 
     ``ladder`` takes the place of the one that it was compiled with. Call the model once before, with inputs of any
@@ -53,7 +55,9 @@ def capture(compiled: Callable[..., Any], ladder: Ladder | Iterable[int] | None 
     if not padded:
         reasons = "; ".join(dict.fromkeys(map(_why_unpadded, programs)))
         raise LadderError(f"No graph of the model can be padded: {reasons}.")
-    forecast = sum(program.forecast_bytes for program in padded)
+    if any(not program.planned for program in padded):
+        raise LadderError("The model has not run with this ladder yet. Call it once, and capture then.")
+    forecast = sum(program.planned_bytes for program in padded)
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -92,8 +96,7 @@ def _with_progress(programs: Iterable[Program], forecast: int, shown: bool) -> I
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=not shown, transient=True) as bar:
         for program in programs:
-            assert program.plan.padding is not None
-            task = bar.add_task(f"capture ({forecast:,} bytes forecast)", total=program.rungs)
+            task = bar.add_task(f"capture ({forecast:,} bytes forecast)", total=len(program.planned))
             for rung in program.capture_ladder():
                 bar.update(task, advance=1, description=f"captured {rung.rows} ({rung.bytes:,} bytes)")
                 yield rung

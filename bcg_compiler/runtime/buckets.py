@@ -15,9 +15,13 @@ from bcg_compiler.runtime.memory import Form, dense
 
 @dataclass(frozen=True)
 class Bucket:
-    """One row count that a program is captured for. ``symbols`` are all open sizes, ``rows`` that of the padded one."""
+    """One row count that a program is captured for.
+
+    ``others`` are the sizes that are not padded; ``symbols`` all open sizes, with ``rows`` for the padded one.
+    """
 
     rows: int
+    others: tuple[int, ...]
     symbol: str
     symbols: Mapping[str, int]
 
@@ -58,7 +62,7 @@ class Sizes:
     def bucket(self, rows: int, others: tuple[int, ...]) -> Bucket:
         """The bucket of so many rows."""
         symbols = dict(zip((symbol for symbol, _ in self._others), others, strict=True))
-        return Bucket(rows, self.padding.symbol, {**symbols, self.padding.symbol: rows})
+        return Bucket(rows, others, self.padding.symbol, {**symbols, self.padding.symbol: rows})
 
     def usable(self, others: tuple[int, ...]) -> tuple[int, ...]:
         """The buckets for which the graph is the one that was traced."""
@@ -73,6 +77,11 @@ class Sizes:
             return all(evaluate(condition, bucket.symbols) for condition in self.padding.conditions)
         except KeyError:  # it depends on what is no size, or nobody here can compute it
             return False
+
+
+def read_sizes(plan: Plan, args: Sequence[Any]) -> dict[str, int]:
+    """All sizes that a plan leaves open, as they are in a call."""
+    return {symbol: _read(args, position, dim) for symbol, (position, dim) in symbol_sources(plan).items()}
 
 
 def _read(args: Sequence[Any], position: int, dim: int | None) -> int:

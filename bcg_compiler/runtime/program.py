@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bcg_compiler.buckets import Admission, Batch, admit
+from bcg_compiler.buckets import Admission, Batch, Ladder, admit
 from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import is_plain
@@ -24,10 +24,11 @@ from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower import Lowered
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Step
+from bcg_compiler.plan.memory import forecast_ladder
 from bcg_compiler.plan.sizes import evaluate
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.arena import Arena
-from bcg_compiler.runtime.buckets import Bucket, Sizes
+from bcg_compiler.runtime.buckets import Bucket, Sizes, read_sizes
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
 from bcg_compiler.runtime.lines import Lines
@@ -104,6 +105,7 @@ class Program:
         self._dropped: list[list[weakref.ref[Any]]] = []
         self._moves: Counter[int] = Counter()
         self._arena = Arena()
+        self._captured: list[Mapping[str, int]] = []  # open sizes, in the order of captures
         self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
         self._examples: dict[tuple[int, ...], list[Any]] = {}  # by these sizes: what arguments look like
         self._lost: dict[int, str] = {}  # rungs of the ladder that could not be captured, and why
@@ -178,7 +180,8 @@ class Program:
             admission = self._admission(rows, others)
             if admission.bucket is None:
                 return self._eagerly(admission.reason, args)
-            shape = (attention_kernels() if self._attends else None, admission.bucket, others)
+            bucket = sizes.bucket(admission.bucket, others)
+            shape = self._bucket_key(bucket)
             place = self._place_of(args)
             capture = place.captures.get(shape)
             if (capture is None or self._written) and self._overlapping(args):
@@ -195,7 +198,6 @@ class Program:
                 )
             if self.kept_captures >= max(self._options.max_captures, len(sizes.padding.buckets)):
                 return self._eagerly("capture_limit", args)
-            bucket = sizes.bucket(admission.bucket, others)
             if self._warm:
                 capture = self._capture(place, shape, args, self._forms(bucket), bucket)
                 return self._call(args) if capture is None else self._replay(capture, args)
@@ -203,6 +205,9 @@ class Program:
             if self._never is None and self._sizes_open is sizes:
                 self._capture(place, shape, args, self._forms(bucket), bucket)
             return result
+
+    def _bucket_key(self, bucket: Bucket) -> Any:
+        return attention_kernels() if self._attends else None, bucket.rows, bucket.others
 
     def _place_of(self, args: tuple[Any, ...]) -> _Place:
         """The captures at the addresses of a call; a new place if there are none."""
@@ -315,6 +320,7 @@ class Program:
         if capture is None:
             return None
         self._lines.add(capture.code)
+        self._captured.append(bucket.symbols if bucket is not None else read_sizes(self.plan, args))
         again = any(shape in other.captures for other in self._places.values())
         if place.key not in self._places:
             self._places[place.key] = place
@@ -377,39 +383,27 @@ class Program:
         with self._lock:
             self.complete = False
             done: set[Any] = set()
-            while (next_one := self._next_bucket(done)) is not None:
-                bucket, others = next_one
-                yield self._capture_rung(bucket, others, done, smoke)
+            while left := [b for b in self.planned if (b.rows, b.others) not in done]:
+                yield self._capture_rung(left[0], done, smoke)
             self.complete = True
 
-    def _next_bucket(self, done: Container[Any]) -> tuple[Bucket, tuple[int, ...]] | None:
-        sizes = self._sizes_open
-        if sizes is None:
-            return None
-        wanted = [(rows, others) for others in self._examples for rows in sizes.usable(others)]
-        wanted = [(rows, others) for rows, others in wanted if rows not in self._lost and (rows, others) not in done]
-        if not wanted:
-            return None
-        rows, others = max(wanted)
-        return sizes.bucket(rows, others), others
-
-    def _capture_rung(self, bucket: Bucket, others: tuple[int, ...], done: set[Any], smoke: bool) -> Rung:
+    def _capture_rung(self, bucket: Bucket, done: set[Any], smoke: bool) -> Rung:
         began = time.perf_counter()
-        args = tuple(_recalled(value) for value in self._examples[others])
+        args = tuple(_recalled(value) for value in self._examples[bucket.others])
         place, plan = self._place_of(args), self.plan
-        shape = (attention_kernels() if self._attends else None, bucket.rows, others)
+        shape = self._bucket_key(bucket)
         capture = place.captures.get(shape)
         if capture is None:
             capture = self._capture(place, shape, args, self._forms(bucket), bucket)
         if self.plan is plan:
-            done.add((bucket.rows, others))
+            done.add((bucket.rows, bucket.others))
         else:
             done.clear()  # an operation has become a break: all is captured again
         if capture is not None and smoke:
             self._smoke(capture)
         return Rung(
             rows=bucket.rows,
-            others=others,
+            others=bucket.others,
             seconds=time.perf_counter() - began,
             bytes=self.measured_bytes,
             error=self._lost.get(bucket.rows, "" if capture is not None else "captured again with another break"),
@@ -429,6 +423,39 @@ class Program:
     def measured_bytes(self) -> int:
         """What captures, slots and bridges hold, in bytes."""
         return self._arena.bytes + (self._device.bytes if self._device is not None else 0)
+
+    @property
+    def forecast_bytes(self) -> int:
+        """What the captures so far were forecast to hold, in bytes."""
+        return forecast_ladder(self.plan, self._captured).total
+
+    @property
+    def planned(self) -> list[Bucket]:
+        """What ``capture_ladder`` will capture, in order."""
+        sizes = self._sizes_open
+        if sizes is None:
+            return []
+        rungs = [(rows, others) for others in self._examples for rows in sizes.usable(others) if rows not in self._lost]
+        return [sizes.bucket(rows, others) for rows, others in sorted(rungs, reverse=True)]
+
+    @property
+    def planned_bytes(self) -> int:
+        """What those captures are forecast to hold, in bytes."""
+        return forecast_ladder(self.plan, [bucket.symbols for bucket in self.planned]).total
+
+    def use_ladder(self, ladder: Ladder) -> None:
+        """Take another ladder: captures of the old one go. If there was none before, a call must follow."""
+        with self._lock:
+            options = replace(self._options, ladder=ladder)
+            compiled = self._again(self._compiled.graph, options)
+            padded = self._sizes_open is not None and compiled.plan.padding is not None
+            never, examples, warm = self._never, self._examples, self._warm
+            self._forget_captures()
+            self._options = options
+            self._take(compiled)
+            self._lost.clear()
+            if padded:
+                self._never, self._examples, self._warm = never, examples, warm
 
     def lose(self, rows: int, why: str) -> None:
         """Do without a rung of the ladder."""
@@ -594,6 +621,7 @@ class Program:
         self._warm.clear()
         self._arena = Arena()
         self._filled.clear()
+        self._captured.clear()
         if self._device is not None:
             self._device.release()
             self._device = None
@@ -642,7 +670,7 @@ class UnsplitProgram:
 
     plan = None
     source = captured_on = ""
-    replays = captures = recaptures = 0
+    replays = captures = recaptures = forecast_bytes = measured_bytes = 0
 
     def __init__(self, run: Any, reason: str) -> None:
         self.eager_runs: Counter[str] = Counter()

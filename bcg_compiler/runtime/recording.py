@@ -13,6 +13,7 @@ from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Captured, Code, Lowered, Stub, write_replay
 from bcg_compiler.plan import Plan
+from bcg_compiler.plan.memory import Interval, assign, passing_bridges
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.arena import Arena
 from bcg_compiler.runtime.buckets import Bucket
@@ -21,7 +22,7 @@ from bcg_compiler.runtime.pads import Pads
 
 
 class Capture(NamedTuple):
-    """``run`` is called with the graph's arguments; ``replays`` are the captured segments by the index of their step."""
+    """``run`` takes the graph's arguments; ``replays`` are the captured segments, by the index of their step."""
 
     run: Callable[..., Any]
     code: Code
@@ -56,7 +57,7 @@ def record(
     slots = {o: arena.buffer(f"slot {o}", pads.slot(o, values[o])) for o in (slot.ordinal for slot in plan.slots)}
     values.update(slots)
     callers = {storage_key(v) for o, v in values.items() if isinstance(v, Tensor) and o not in slots}
-    bridges = {ordinal: arena.buffer(f"bridge {ordinal}", forms[ordinal]) for ordinal in plan.bridges}
+    bridges = _bridges(plan, forms, arena)
     values.update(bridges)
     made: dict[int, Any] = {}
     replays: dict[int, Replay] = {}
@@ -107,6 +108,15 @@ def record(
     )
     code = write_replay(graph, plan, captured, filename)
     return Capture(code.made, code, replays)
+
+
+def _bridges(plan: Plan, forms: Mapping[int, Any], arena: Arena) -> dict[int, Tensor]:
+    """A fixed buffer for each bridge; those that are never needed at once share memory."""
+    passing = {ordinal: forms[ordinal] for ordinal in sorted(passing_bridges(plan))}
+    ranges = {kept.ordinal: kept for kept in plan.bridge_ranges}
+    offsets, size = assign(Interval(o, form.bytes, ranges[o].first, ranges[o].last) for o, form in passing.items())
+    packed = arena.packed("bridges", passing, offsets, size)
+    return {o: packed[o] if o in packed else arena.buffer(f"bridge {o}", forms[o]) for o in plan.bridges}
 
 
 def rehearse(

@@ -26,6 +26,7 @@ class Stats:
                                 recompile
     ``segments``, ``breaks``    steps of their plans; ``reasons`` operations outside of segments, by reason code
     ``unique_units``            different segments
+    ``forecast_bytes``, ``measured_bytes``  what captures were forecast to hold, and what they and the slots do hold
     ``captures``, ``recaptures``, ``replays``  see ``Counters``
     ``eager_runs``              runs of whole programs without replay, by reason code
     ``dynamo_graph_breaks``     Dynamo's own breaks, by reason
@@ -42,6 +43,8 @@ class Stats:
     eager_runs: dict[str, int]
     reasons: dict[str, int]
     unique_units: int
+    forecast_bytes: int
+    measured_bytes: int
     dynamo_graph_breaks: dict[str, int]
     recompile_limit_hits: int
 
@@ -77,6 +80,8 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
         eager_runs=dict(sum((p.eager_runs for p in programs), Counter())),
         reasons=dict(sum((plan.reasons() for plan in plans), Counter())),
         unique_units=len({step.unit for plan in plans for step in plan.segments}),
+        forecast_bytes=sum(p.forecast_bytes for p in programs),
+        measured_bytes=sum(p.measured_bytes for p in programs),
         dynamo_graph_breaks=dynamo.graph_breaks(),
         recompile_limit_hits=dynamo.recompile_limit_hits(),
     )
