@@ -11,6 +11,8 @@
 ``memory``     how many bytes the captures of a plan take; ``allocator`` simulates the allocator that they use
 
 ``ladder``     the buckets that prompts are padded to; ``choose`` has the two searches behind it
+``admission``  whether a call replays in a bucket, or runs eagerly and why
+``rules``      what of a configuration does not go together
 """
 
 from bcg_compiler.plan.build import build_plan
