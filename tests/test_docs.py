@@ -1,7 +1,14 @@
-"""What the docs name exists."""
+"""What the docs name exists, and what they say is so."""
 
 import re
 from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS
+from bcg_compiler.plan.admission import Refusal
+from bcg_compiler.plan.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -12,3 +19,20 @@ def test_tests_that_catch_mutants_exist() -> None:
     assert named
     missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
     assert not missing
+
+
+def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
+    """A code that is shown and not explained, or explained and never shown, leaves its reader alone."""
+    text = (ROOT / "docs/reasons.md").read_text()
+    in_docs = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    of_segments = {"capturable", "moved"}
+    assert set(in_docs) == {*BREAKS, *EAGER_RUNS, *(rule.code for rule in RULES), *of_segments}
+    assert set(get_args(Refusal)) <= set(EAGER_RUNS)
+    assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in RULES)
+
+
+def test_examples_of_admission_print_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs/admission.md").read_text(), re.DOTALL):
+        exec(example, {})
+        said = " ".join(re.findall(r"^# (.*)$", example, re.MULTILINE))
+        assert " ".join(capsys.readouterr().out.split()) == said

@@ -87,6 +87,28 @@ EAGER_RUNS = {
         "gradients were wanted, so the graph was not split",
         "Call the model under torch.inference_mode() or torch.no_grad().",
     ),
+    "no_bucket": Meaning("there is no bucket to replay in", "Capture at least one."),
+    "few_rows": Meaning("so few live rows that the program may be wrong for them", "Make larger batches."),
+    "too_long": Meaning("more live rows than the last bucket holds", "Give a ladder with a higher ceiling."),
+    "padding": Meaning(
+        "the smallest bucket that holds the live rows is too many times as large",
+        "Give a ladder with a bucket between, or raise max_padding_factor.",
+    ),
+    "requests": Meaning("more requests than were captured, or nobody says how many", "Capture more, or say it."),
+    "prefix_chunks": Meaning(
+        "more chunks of prefix than were captured, or nobody says how many", "Capture more, or say it."
+    ),
+    "prefix": Meaning("a request has a prefix, or may have one, and none was captured", "Say that there is none."),
+    "embeddings": Meaning("embeddings are given or replaced, or may be, as was not captured", "Say which it is."),
+    "adapter": Meaning("an adapter is used, or may be, that was not captured", "Say which ones are used."),
+    "target_verify": Meaning("it verifies a draft, or may, and that was not captured", "Say that it does not."),
+    "hidden_states": Meaning(
+        "more hidden states are wanted, or may be, than were captured", "Capture more, or say which."
+    ),
+    "logprobs": Meaning(
+        "log-probabilities are wanted, or may be, and no eager tail computes them", "Say that they are not."
+    ),
+    "veto": Meaning("a veto of yours speaks against it", "See what it returned."),
 }
 
 
