@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
+from bcg_compiler.buckets.admission import Refusal
 from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS
-from bcg_compiler.plan.admission import Refusal
 from bcg_compiler.plan.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -235,7 +235,7 @@ def _beyond(batch: Batch, limits: Limits) -> tuple[Refusal, str] | None:
         return "hidden_states", _text(
             "hidden_states", batch.hidden_states, f"at most {limits.hidden_states!r} is captured"
         )
-    if not limits.logprobs and batch.logprobs:
+    if not limits.logprobs and batch.logprobs is not False:
         return "logprobs", _text("logprobs", batch.logprobs, "no eager tail computes them")
     return None
 

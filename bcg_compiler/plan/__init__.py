@@ -10,8 +10,7 @@
 
 ``memory``     how many bytes the captures of a plan take; ``allocator`` simulates the allocator that they use
 
-``ladder``     the buckets that prompts are padded to; ``choose`` has the two searches behind it
-``admission``  whether a call replays in a bucket, or runs eagerly and why
+``padding``    how the ladder is used, or why not
 ``rules``      what of a configuration does not go together
 """
 

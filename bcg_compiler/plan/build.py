@@ -15,7 +15,14 @@ from bcg_compiler.facts.node import FENCE
 from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.lifetimes import with_lifetimes
-from bcg_compiler.plan.padding import check_slot_names, choose_padding, has_rows, slot_policy, symbol_sources
+from bcg_compiler.plan.padding import (
+    check_rules,
+    check_slot_names,
+    choose_padding,
+    has_rows,
+    slot_policy,
+    symbol_sources,
+)
 from bcg_compiler.plan.partition import Cut, Unit, partition
 from bcg_compiler.plan.plan import Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
 from bcg_compiler.plan.sizes import symbols_in
@@ -110,6 +117,7 @@ class _Builder:
             padding=padding,
             unpadded=unpadded,
         )
+        plan = replace(plan, broken_rules=check_rules(self.options, plan))
         # Last: the order in which symbols are met gives them their names in the stable text.
         return with_lifetimes(plan, self.graph, self.symbols)
 

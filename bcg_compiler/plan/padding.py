@@ -10,6 +10,8 @@ from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import Reason, RowVerdict, TensorSpec
 from bcg_compiler.options import Options
 from bcg_compiler.plan.plan import Padding, Plan, Value
+from bcg_compiler.plan.rules import BrokenRule, Configuration
+from bcg_compiler.plan.rules import evaluate as evaluate_rules
 from bcg_compiler.plan.sizes import symbols_in
 
 
@@ -101,6 +103,29 @@ def slot_policy(options: Options, value: Value, padding: Padding | None) -> Slot
             f"Option 'slots' gives {str(policy)!r} for {label(value)}, which has no padded rows. Drop it."
         )
     return policy
+
+
+def check_rules(options: Options, plan: Plan) -> tuple[BrokenRule, ...]:
+    """The rules of configuration that have no bad effect but are broken. Raises ``OptionError`` for those that have."""
+    values = {value.ordinal: value for value in plan.values}
+    symbol = plan.padding.symbol if plan.padding is not None else ""
+    padded = [slot for slot in plan.slots if symbol and has_rows(values[slot.ordinal].specs, symbol)]
+    broken = evaluate_rules(
+        Configuration(
+            capture=options.capture,
+            has_ladder=options.ladder is not None,
+            assume_rows_independent=options.assume_rows_independent,
+            padding=plan.padding.proof if plan.padding is not None else "",
+            slot_policies=tuple(
+                (label(values[slot.ordinal]), slot.policy.kind.upper(), values[slot.ordinal].specs[0].dtype)
+                for slot in padded
+            ),
+        )
+    )
+    errors = [rule for rule in broken if rule.severity == "error"]
+    if errors:
+        raise OptionError(" ".join(map(str, errors)))
+    return broken
 
 
 def symbol_sources(plan: Plan) -> dict[str, tuple[int, int | None]]:

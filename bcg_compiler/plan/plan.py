@@ -6,6 +6,7 @@ from typing import Literal
 
 from bcg_compiler.buckets import SlotPolicy
 from bcg_compiler.facts.node import ModeState, Reason, RowVerdict, Source, TensorSpec
+from bcg_compiler.plan.rules import BrokenRule
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Plan:
     ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
     ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
-    ``padding``  how the ladder is used, ``unpadded`` why it is not
+    ``padding``  how the ladder is used, ``unpadded`` why it is not; ``broken_rules`` what of the options has no effect
     """
 
     steps: tuple[Step, ...]
@@ -180,6 +181,7 @@ class Plan:
     rows: tuple[RowVerdict, ...] = ()
     padding: Padding | None = None
     unpadded: Reason | None = None
+    broken_rules: tuple[BrokenRule, ...] = ()
     bridge_ranges: tuple[LiveRange, ...] = ()
 
     @property

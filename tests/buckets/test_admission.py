@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bcg_compiler.buckets.admission import Admission, Batch, Limits, Refusal, admit
 from bcg_compiler.errors import AdmissionError, BcgError
-from bcg_compiler.plan.admission import Admission, Batch, Limits, Refusal, admit
 
 # One sequence of examples for everybody and always: whether a test fails must not depend on chance or on the clock.
 thorough = settings(max_examples=500, deadline=None, derandomize=True, database=None)
