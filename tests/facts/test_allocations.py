@@ -85,3 +85,10 @@ def test_what_has_no_storage_of_its_own_counts_nothing(without: Callable[[], Ten
     made = without()
     call = Recorded(torch.ops.aten.clone.default, (made,), (), (made, 3, None), (made,), {})
     assert new_storages([call], [made], id, 0) == ()
+
+
+def test_a_view_of_a_tensor_that_was_never_an_input_allocates_nothing() -> None:
+    """A graph within a higher-order operation holds such tensors; they are first seen where they are read."""
+    held = torch.ones(4, 4)
+    call = Recorded(torch.ops.aten.view.default, (held,), (), (held.view(16),), (held, [16]), {})
+    assert new_storages([call], [held.view(16)], lambda tensor: tensor.data_ptr(), 0) == ()

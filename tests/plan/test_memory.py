@@ -195,6 +195,19 @@ def test_a_segments_output_is_freed_after_its_last_reader() -> None:
     assert [(a.dies, a.freed) for a in plan.steps[0].allocations] == [(None, None), (None, 2), (None, 4), (None, None)]
 
 
+def test_only_what_lies_on_the_graphs_device_counts() -> None:
+    graphs = []
+
+    def backend(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        graphs.append(collect_facts(module, example_inputs))
+        return module.forward
+
+    torch.compile(lambda x, y: (x + 1, y + 2), backend=backend)(torch.ones(2, 8, device="meta"), x(5, 5))
+    plan = build_plan(graphs[0], run_passes(graphs[0], Options()), 1)
+    assert plan.device == "meta"
+    assert [a.bytes for step in plan.steps for a in step.allocations] == ["64"]
+
+
 def test_in_the_end_everything_is_free() -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(3):
