@@ -168,7 +168,8 @@ def _reference(device: CaptureDevice, value: Any) -> Any:
 def _seen_by_breaks(graph: AnnotatedGraph, plan: Plan) -> set[int]:
     """What must stay where it is until the replay is over, as a break's body may have kept it: by ordinal."""
     facts = {f.ordinal: f for f in graph.facts.values()}
-    seen = frozenset().union(*(facts[node.ordinal].reads for step in plan.breaks for node in step.nodes))
+    bodies = (facts[n.ordinal] for step in plan.breaks for n in step.nodes if n.ordinal not in step.fixed)
+    seen = frozenset().union(*(f.reads for f in bodies))
     return {ordinal for ordinal, f in facts.items() if f.results & seen}
 
 
