@@ -88,12 +88,11 @@ def measure(layers: int, buckets: list[int]) -> dict[str, Any]:
     """Capture all buckets; what that took, and whether results are those of eager code."""
     model = build(layers)
     compiled = torch.compile(model, backend="bcg", options={"ladder": buckets, "max_padding_factor": 4096})
-    compiled(prompt(333))
+    compiled(prompt(min(333, buckets[-1])))
     _settle()
     before = torch.cuda.memory_reserved()
     program = next(p for p in bcg.programs_of(compiled) if p.plan is not None and p.plan.padding is not None)
-    captured_in_first_call = bcg.stats(compiled).captures
-    report = bcg.capture(compiled, Ladder(buckets), progress=False)
+    report = bcg.capture(compiled, progress=False)
     seconds = report.seconds
     _settle()
     segments = len(program.plan.segments)
@@ -105,7 +104,6 @@ def measure(layers: int, buckets: list[int]) -> dict[str, Any]:
         "forecast_bytes": report.forecast_bytes,
         "capture_s": seconds,
         "ms_per_segment_and_bucket": 1e3 * seconds / segments / len(buckets),
-        "captured_in_first_call": captured_in_first_call,
         "dropped": len(report.dropped),
         "slowest": max((rung.seconds, rung.rows) for rung in report.rungs),
     }
@@ -142,11 +140,13 @@ def _check(model: nn.Module, compiled: Any, buckets: list[int]) -> dict[str, Any
     times = {}
     for rows in (256, 250, 2048):
         ids = prompt(rows)
-        times[rows] = {
-            "bcg_us": _median(lambda ids=ids: compiled(ids)),
-            "eager_us": _median(lambda ids=ids: _eager(model, ids)),
-        }
-    return {"exact": exact, "worst_relative": worst, "times": times, "eager_runs": bcg.stats(compiled).eager_runs}
+        times[rows] = [_median(lambda ids=ids: compiled(ids)), _median(lambda ids=ids: _eager(model, ids))]
+    return {
+        "exact": exact,
+        "worst_relative": worst,
+        "us_bcg_and_eager": times,
+        "eager_runs": bcg.stats(compiled).eager_runs,
+    }
 
 
 def _median(run: Any, calls: int = 20) -> float:
@@ -176,23 +176,15 @@ def main() -> None:
         return
     found = {}
     for which in ("largest", "ladder"):
-        command = [
-            sys.executable,
-            __file__,
-            "--layers",
-            str(asked.layers),
-            "--ceiling",
-            str(asked.ceiling),
-            "--only",
-            which,
-        ]
+        command = [sys.executable, __file__, "--layers", str(asked.layers), "--ceiling", str(asked.ceiling)]
+        command += ["--only", which]
         found[which] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
     ladder, largest = found["ladder"], found["largest"]
     for name, figures in found.items():
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
     print(
-        f"reserved: {ladder['reserved_bytes'] / largest['reserved_bytes']:.3f} × the largest bucket alone\n"
-        f"forecast: {ladder['forecast_bytes'] / ladder['measured_bytes']:.3f} × measured "
+        f"reserved: {ladder['reserved_bytes'] / largest['reserved_bytes']:.3f} x the largest bucket alone\n"
+        f"forecast: {ladder['forecast_bytes'] / ladder['measured_bytes']:.3f} x measured "
         f"(largest alone {largest['forecast_bytes'] / largest['measured_bytes']:.3f})\n"
         f"capture: {ladder['ms_per_segment_and_bucket']:.3f} ms a segment and bucket"
     )

@@ -382,6 +382,9 @@ class Program:
         """
         with self._lock:
             self.complete = False
+            examples, warm = self._examples, dict(self._warm)
+            self._forget_captures()  # of smaller buckets, which would not leave room for larger ones
+            self._examples, self._warm = examples, warm
             done: set[Any] = set()
             while left := [b for b in self.planned if (b.rows, b.others) not in done]:
                 yield self._capture_rung(left[0], done, smoke)
