@@ -75,7 +75,9 @@ class Pads:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that the expressions call."""
-        lives = " ".join(live for ordinal in self._values for _, live, _ in self._cuts(ordinal))
+        cleared = [value for step in self._plan.steps for _, value in step.tails]
+        cut = (*(slot.ordinal for slot in self._plan.slots), *self._plan.outputs, *cleared)
+        lives = " ".join(live for ordinal in cut for _, live, _ in self._cuts(ordinal))
         return {name: function for name, function in FUNCTIONS.items() if f"{name}(" in lives}
 
     def live(self, ordinal: int) -> str:

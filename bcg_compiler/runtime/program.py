@@ -388,6 +388,8 @@ class Program:
             done: set[Any] = set()
             while left := [b for b in self.planned if (b.rows, b.others) not in done]:
                 yield self._capture_rung(left[0], done, smoke)
+            if self._on_cuda:
+                torch.cuda.synchronize(self.plan.device)
             self.complete = True
 
     def _capture_rung(self, bucket: Bucket, done: set[Any], smoke: bool) -> Rung:
@@ -419,8 +421,6 @@ class Program:
         for index, replay in capture.replays.items():
             if index in self._unseen:
                 replay()
-        if self._on_cuda:
-            torch.cuda.synchronize(self.plan.device)
 
     @property
     def measured_bytes(self) -> int:
@@ -594,6 +594,9 @@ class Program:
             if alive is not None and key in alive._watched:
                 alive._places.pop(key, None)
                 alive._place = None
+                if not alive._places:
+                    alive._arena = Arena()
+                    alive._filled.clear()
                 alive._dropped.append(alive._watched.pop(key))
 
         self._watched[key] = [weakref.ref(args[i], gone) for i in self._statics]

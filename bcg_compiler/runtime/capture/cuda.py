@@ -45,7 +45,6 @@ class CudaCapture:
         self._pool: Any = None
         self._lane = _lanes.setdefault(device.index, _Lane(device))
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._elsewhere: set[torch.cuda.Stream] = set()  # streams of captures that are not ours
         self._places: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     @contextmanager
@@ -57,7 +56,6 @@ class CudaCapture:
             gc.disable()
             try:
                 self._lane.stream.wait_stream(current)
-                self._elsewhere = self._lane.pool.capturing()
                 self._places.clear()  # what was there when another bucket was captured is another tensor
                 with torch.cuda.stream(self._lane.stream):
                     yield
@@ -68,15 +66,27 @@ class CudaCapture:
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)`` as one graph."""
+        try:
+            return self._record(segment, args)
+        except RuntimeError as error:
+            if "unjoined" not in str(error):
+                raise
+            return self._record(segment, args, name_streams=True)  # looking at all streams takes longer than a capture
+
+    def _record(
+        self, segment: Callable[..., Any], args: tuple[Any, ...], name_streams: bool = False
+    ) -> tuple[Any, Replay]:
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()  # torch refuses a pool that all graphs have left
         graph = torch.cuda.CUDAGraph()
         forked: set[torch.cuda.Stream] = set()
+        elsewhere = self._lane.pool.capturing() if name_streams else set()
         # thread_local: what other threads do meanwhile (NCCL's proxies, a second model) is none of this capture's.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = segment(*args)
-            forked = self._lane.pool.capturing() - self._elsewhere - {self._lane.stream}
+            if name_streams:
+                forked = self._lane.pool.capturing() - elsewhere - {self._lane.stream}
             graph.capture_end()
         except BaseException as error:
             self._abandon(graph)
@@ -93,8 +103,7 @@ class CudaCapture:
         place = owner.data_ptr(), owner.nbytes()
         if place not in self._places:
             self._places[place] = unowned(owner)
-        with torch.inference_mode(False):
-            return in_storage(self._places[place], View.of(tensor))
+        return in_storage(self._places[place], View.of(tensor))
 
     @property
     def bytes(self) -> int:
