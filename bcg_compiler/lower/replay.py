@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,13 @@ from bcg_compiler.plan import Plan, PlanNode
 __all__ = ["Captured", "Code", "write_replay"]
 
 
+class Fill(NamedTuple):
+    """The ordinals of slots, and the statements that fill them."""
+
+    slots: tuple[int, ...]
+    statements: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Captured:
     """What one capture left behind.
@@ -23,7 +30,8 @@ class Captured:
     ``bridges``  buffers by ordinal for what breaks make
     ``rows``     the expression for the live rows of a call, "" where nothing is padded
     ``sizes``    numbers among the arguments that are others in the bucket, by ordinal
-    ``fills``    for each slot's ordinal the statement that fills it, ``write_backs`` the one that copies it back
+    ``fills``    what fills slots, by the index of the step that reads them first
+    ``write_backs``  for a slot's ordinal the statement that copies it back
     ``tails``    statements to put behind a node of a break, by its ordinal
     ``results``  for each returned value that is not handed out as it is, the expression that makes it the caller's
     ``bound``    objects that those expressions and the text itself call by name
@@ -34,7 +42,7 @@ class Captured:
     bridges: Mapping[int, torch.Tensor]
     rows: str
     sizes: Mapping[int, int]
-    fills: Mapping[int, str]
+    fills: Mapping[int, Fill]
     write_backs: Mapping[int, str]
     tails: Mapping[int, list[str]]
     results: Mapping[int, str]
@@ -108,13 +116,13 @@ class _WriteBacks:
 
 def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> None:
     _name_inputs(writer, plan, captured, indent)
-    fills, backs = dict(captured.fills), _WriteBacks(writer, captured)
+    backs = _WriteBacks(writer, captured)
     live = set(plan.inputs) - set(captured.values)
     for step in plan.steps:
         # Not before: a break in front of it may wait for the stream that makes the input's values.
-        for ordinal in [o for o in step.inputs if o in fills]:
-            for line in (fills.pop(ordinal), *backs.filled(ordinal)):
-                writer.line(f"{indent}{line}")
+        fill = captured.fills.get(step.index, Fill((), ()))
+        for line in (*fill.statements, *(line for ordinal in fill.slots for line in backs.filled(ordinal))):
+            writer.line(f"{indent}{line}")
         if step.kind == "segment":
             writer.line(f"{indent}replay_{step.index}()", step, step.nodes[0])
             backs.ran(*step.nodes)

@@ -1,14 +1,16 @@
 """The statements of a replay that have to do with padded rows: fills, cleared tails, results that are cut."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from bcg_compiler.lower.replay import Fill
 from bcg_compiler.plan import Plan, Slot
 from bcg_compiler.plan.sizes import FUNCTIONS, evaluate, symbols_in
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.buckets import Bucket
+from bcg_compiler.runtime.fused_fill import FusedFill, can_fuse
 
 #: (dimension, live part as an expression over ``rows``, size in the bucket)
 Cut = tuple[int, str, int]
@@ -44,7 +46,31 @@ class Pads:
             return self._bucket.form(self._values[ordinal].specs[0], argument.requires_grad)
         return memory.Form.of(argument)
 
-    def fill(self, slot: Slot, buffer: Tensor) -> str:
+    def fills(self, slots: Mapping[int, Tensor]) -> tuple[dict[int, Fill], dict[str, FusedFill]]:
+        """What fills the slots, by the step that reads them first; the kernels that it calls, by name."""
+        due = {slot.ordinal: slot for slot in self._plan.slots if slot.policy.kind != "once"}
+        found: dict[int, Fill] = {}
+        kernels: dict[str, FusedFill] = {}
+        for step in self._plan.steps:
+            here = [due.pop(ordinal) for ordinal in step.inputs if ordinal in due]
+            fused = [slot for slot in here if self._is_of_rows(slot, slots[slot.ordinal])]
+            statements = []
+            if can_fuse([slots[slot.ordinal] for slot in fused]):
+                kernels[f"fill_{step.index}"] = FusedFill([slots[slot.ordinal] for slot in fused])
+                statements = [f"fill_{step.index}(rows, {', '.join(f'a{slot.ordinal}' for slot in fused)})"]
+            else:
+                fused = []
+            statements += [self._fill(slot, slots[slot.ordinal]) for slot in here if slot not in fused]
+            if here:
+                found[step.index] = Fill(tuple(slot.ordinal for slot in here), tuple(statements))
+        return found, kernels
+
+    def _is_of_rows(self, slot: Slot, buffer: Tensor) -> bool:
+        """Whether the slot is row behind row, and padded by zeros."""
+        cuts = self._cuts(slot.ordinal)
+        return [(dim, live) for dim, live, _ in cuts] == [(0, "rows")] and slot.policy.kind == "zero"
+
+    def _fill(self, slot: Slot, buffer: Tensor) -> str:
         """The statement that fills a slot from the argument of a call."""
         name, given = f"v{slot.ordinal}", f"a{slot.ordinal}"
         cuts = self._cuts(slot.ordinal)

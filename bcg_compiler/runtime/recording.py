@@ -92,7 +92,8 @@ def record(
     given = dict(zip(plan.inputs, args, strict=True))
     results, bound = _Results(graph, plan, given, slots, made, bridges, pads, outputs).expressions()
     bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge, **pads.functions()}
-    fills = {slot.ordinal: pads.fill(slot, slots[slot.ordinal]) for slot in plan.slots if slot.policy.kind != "once"}
+    fills, kernels = pads.fills(slots)
+    bound |= kernels
     write_backs = {slot.ordinal: pads.write_back(slot, slots[slot.ordinal]) for slot in plan.slots if slot.written}
     captured = Captured(
         replays=replays,
