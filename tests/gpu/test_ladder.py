@@ -68,11 +68,11 @@ def check(compiled: Any, eager: Any, *args: Tensor) -> None:
 
 def test_any_length_gives_the_results_of_eager_code() -> None:
     compiled, eager = compiled_and_eager()
-    for rows in (50, 3, 256, 128, 200, 16, 17, 255, 300, 9):
+    for rows in (50, 3, 256, 128, 200, 16, 33, 255, 300, 17, 9):
         check(compiled, eager, *inputs(rows))
     stats = bcg.stats(compiled)
     assert stats.captures <= len(LADDER)
-    assert stats.eager_runs == {"warm_up": 1, "too_long": 1}
+    assert stats.eager_runs == {"warm_up": 1, "too_long": 1, "padding": 1}
 
 
 def test_all_slots_of_a_step_are_filled_by_one_kernel() -> None:
