@@ -1,6 +1,6 @@
 """From an annotated graph to a plan."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,9 +24,10 @@ from bcg_compiler.plan.padding import (
     symbol_sources,
 )
 from bcg_compiler.plan.partition import Cut, Unit, partition
-from bcg_compiler.plan.plan import Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
+from bcg_compiler.plan.plan import CompileUnit, Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
 from bcg_compiler.plan.sizes import symbols_in
 from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
+from bcg_compiler.plan.units import cut_units
 
 
 def build_plan(graph: AnnotatedGraph, passes: Iterable[PassResult], options: Options) -> Plan:
@@ -44,6 +45,9 @@ class _Builder:
         for node, facts in graph.facts.items():
             self.members.setdefault(facts.group, []).append(node)
         self.ordinals = {n: f.ordinal for n, f in {**graph.input_facts, **graph.facts}.items()}
+        self.specs = {n: f.specs for n, f in {**graph.input_facts, **graph.facts}.items()}
+        self.held = {n: value for n, value in graph.constants.items() if isinstance(value, GraphModule)}
+        self.objects: dict[int, int] = {}
         self.given = {facts.ordinal: facts for facts in graph.input_facts.values()}
 
     def build(self, passes: tuple[PassResult, ...]) -> Plan:
@@ -298,14 +302,10 @@ class _Builder:
     def _step(self, index: int, cut: Cut, crossing: "_Crossing", fixed: set[int]) -> Step:
         nodes = self._nodes(cut)
         facts = [self.graph.facts[node] for node in nodes]
-        unit = ""
+        unit, units = "", tuple[CompileUnit, ...]()
         if cut.kind == "segment":
-            specs = {n: f.specs for n, f in {**self.graph.input_facts, **self.graph.facts}.items()}
-            modes = {f.mode: self._mode_text(f.mode) for f in facts}
-            held = {n: value for n, value in self.graph.constants.items() if isinstance(value, GraphModule)}
-            unit = structural_key(
-                nodes, self.graph.facts, specs, modes, held, crossing.outputs[index], self.graph.device
-            )
+            unit = self._key(nodes, crossing.outputs[index])
+            units = tuple(self._units(nodes, crossing.outputs[index]))
         return Step(
             index=index,
             kind=cut.kind,
@@ -317,7 +317,34 @@ class _Builder:
             reasons=tuple(self._reasons(cut, nodes)),
             fixed=tuple(f.ordinal for f in facts if f.ordinal in fixed),
             unit=unit,
+            units=units,
         )
+
+    def _key(self, nodes: Sequence[Node], outputs: Iterable[Node]) -> str:
+        modes = {mode: self._mode_text(mode) for mode in {self.graph.facts[node].mode for node in nodes}}
+        return structural_key(
+            nodes, self.graph.facts, self.specs, modes, self.held, outputs, self.graph.device, self.objects
+        )
+
+    def _units(self, nodes: Sequence[Node], outputs: Sequence[Node]) -> Iterable[CompileUnit]:
+        """The parts of a segment that are compiled; arithmetic on sizes comes before and is in none of them."""
+        inside = [node for node in nodes if not self.graph.facts[node].host_only]
+        leaving = set(outputs)
+
+        def given_by(piece: Sequence[Node]) -> list[Node]:
+            own = set(piece)
+            return [n for n in piece if n in leaving or not own.issuperset(n.users)]
+
+        pieces = cut_units(inside, self.graph.facts.__getitem__, lambda piece: self._key(piece, given_by(piece)))
+        for piece in pieces:
+            own = set(piece)
+            taken = dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in own)
+            yield CompileUnit(
+                key=self._key(piece, given_by(piece)),
+                nodes=tuple(self.ordinals[n] for n in piece),
+                inputs=tuple(self.ordinals[n] for n in taken if n in self.ordinals),
+                outputs=tuple(self.ordinals[n] for n in given_by(piece)),
+            )
 
     def _reasons(self, cut: Cut, nodes: list[Node]) -> Iterable[StepReason]:
         if cut.kind == "segment":
@@ -335,7 +362,7 @@ class _Builder:
     def _mode_text(self, mode: ModeState) -> str:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]
         main = torch.device(self.graph.device)
-        regions = (constant_text((n.target, *_as_devices(n.args)), str, main) for n in entered)
+        regions = (constant_text((n.target, *_as_devices(n.args)), str, main, self.objects) for n in entered)
         return " ".join([*regions, f"grad={mode.grad}"])
 
     def _numbered(self, nodes: Iterable[Node]) -> tuple[int, ...]:

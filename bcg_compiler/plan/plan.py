@@ -82,6 +82,18 @@ class LiveRange:
 
 
 @dataclass(frozen=True)
+class CompileUnit:
+    """A part of a segment that is compiled once for all units of the same ``key``: ordinals of its ``nodes``, of the
+    values that it takes and gives.
+    """
+
+    key: str
+    nodes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Step:
     """A segment or a break.
 
@@ -95,6 +107,8 @@ class Step:
     ``tails``    (node, value): the padded rows of the value are cleared behind that node of a break, which may have
                  written live rows only
     ``unit``     structural key: segments of the same key are the same computation on other values; "" for a break
+    ``units``    the parts of a segment that are compiled apart, in order; arithmetic on sizes is in none of them, and
+                 comes before them all
     ``allocations``  the storages that its nodes allocate, in order. Of a break function only its results are known
     """
 
@@ -109,6 +123,7 @@ class Step:
     fixed: tuple[int, ...] = ()
     tails: tuple[tuple[int, int], ...] = ()
     unit: str = ""
+    units: tuple[CompileUnit, ...] = ()
     allocations: tuple[Allocation, ...] = ()
 
 
@@ -196,8 +211,8 @@ class Plan:
 
     @property
     def unique_units(self) -> int:
-        """How many different segments there are."""
-        return len({step.unit for step in self.segments})
+        """How many different parts of segments there are to compile."""
+        return len({unit.key for step in self.segments for unit in step.units})
 
     def reasons(self) -> Counter[str]:
         """How many nodes are outside of segments, by reason code."""

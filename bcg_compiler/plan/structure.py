@@ -1,7 +1,9 @@
 """The structural key of a segment: equal keys, equal computation."""
 
+import enum
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -51,13 +53,15 @@ def structural_key(
     held: Mapping[Node, GraphModule],
     outputs: Iterable[Node],
     device: str,
+    objects: dict[int, int],
 ) -> str:
     """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
 
     Names of nodes and parameters do not count: values are numbered in the order they are met. ``specs`` are those of
     values from outside, ``modes`` the mode of each state as text, ``held`` the graphs that higher-order operations run.
     ``device``, the one that the graph computes on, is named by its role, so that a plan made on one machine is that of
-    another: the key holds within one device.
+    another: the key holds within one device. ``objects`` numbers those of which nothing is known but their identity, in
+    the order they are met.
     """
     numbers: dict[Node, int] = {}
     symbols = SymbolNames()
@@ -72,7 +76,7 @@ def structural_key(
         return f"%{numbers[node]}"
 
     def text(value: Any) -> str:
-        return constant_text(value, reference, torch.device(device))
+        return constant_text(value, reference, torch.device(device), objects)
 
     for node in nodes:
         given = text((node.args, node.kwargs))
@@ -83,16 +87,20 @@ def structural_key(
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def constant_text(value: Any, reference: Callable[[Node], str], main: torch.device) -> str:
+def constant_text(value: Any, reference: Callable[[Node], str], main: torch.device, objects: dict[int, int]) -> str:
     """``value`` as text that is the same in every process; ``reference`` gives the text of a node."""
+
+    def inner(item: Any) -> str:
+        return constant_text(item, reference, main, objects)
+
     if isinstance(value, Node):
         return reference(value)
     if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(constant_text(item, reference, main) for item in value) + ")"
+        return "(" + ", ".join(map(inner, value)) + ")"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {constant_text(item, reference, main)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {inner(item)}" for key, item in value.items()) + "}"
     if isinstance(value, slice):
-        return "slice" + constant_text((value.start, value.stop, value.step), reference, main)
+        return "slice" + inner((value.start, value.stop, value.step))
     if isinstance(value, torch.device) and value.type == main.type and value.index in (None, main.index):
         return "main"
     if isinstance(value, GraphModule):
@@ -101,6 +109,21 @@ def constant_text(value: Any, reference: Callable[[Node], str], main: torch.devi
         return repr(value)
     if isinstance(value, torch.memory_format):
         return repr(value)
-    # Functions, enums and other objects: what they are, never where they are.
-    name = getattr(value, "__qualname__", None)
-    return f"{getattr(value, '__module__', '')}.{name}" if name else f"{type(value).__qualname__}"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
+        return str(value)
+    # Functions and other objects: what they are, never where they are.
+    module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", None)
+    if name and _found(module, name) is value:
+        return f"{module}.{name}"
+    name = name or getattr(value, "__name__", None) or type(value).__qualname__
+    return f"{module}.{name}#{objects.setdefault(id(value), len(objects))}"
+
+
+def _found(module: str, name: str) -> Any:
+    """What a name stands for in a module that is loaded."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

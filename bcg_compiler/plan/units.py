@@ -1,0 +1,66 @@
+"""Compile units: the parts of segments that a compiler sees, cut where structure repeats.
+
+A segment is what one CUDA graph holds; a unit is what one compile sees. A model of 61 equal layers without a break is
+one segment, and compiled as a whole its compile time grows with the layers. Cut at the layers, one of them is compiled,
+and the code is called with the weights of each. Units of one segment are captured together, so cuts cost no launch;
+what they cost is what a compiler would have fused across them, so a segment that does not repeat itself stays whole.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from torch.fx import Node
+
+from bcg_compiler.facts import NodeFacts
+
+#: The first number in a module's path: ``model.layers.3`` of ``model.layers.3.mlp.experts.0``.
+_LAYER = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
+
+#: Shorter stretches are not searched for repetitions that module paths do not show.
+LEAST_REPEATED = 8
+
+
+def cut_units(
+    nodes: Sequence[Node], facts: Callable[[Node], NodeFacts], key: Callable[[Sequence[Node]], str]
+) -> list[list[Node]]:
+    """The units of one segment, in order; a segment whose parts do not repeat is one unit.
+
+    ``key`` is the structural key of a part: parts of equal keys are compiled once. A segment is cut only where that
+    leaves a compiler at most half of it to see.
+    """
+    for pieces in (_by_layer(nodes, facts), _by_period(nodes, facts)):
+        if len(pieces) < 3:
+            continue
+        different = {key(piece): len(piece) for piece in pieces}
+        if 2 * sum(different.values()) <= len(nodes):
+            return pieces
+    return [list(nodes)] if nodes else []
+
+
+def _by_layer(nodes: Sequence[Node], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:
+    """Stretches of one layer each, by the paths of modules; what is in no layer is a stretch, too."""
+
+    def layer(node: Node) -> str:
+        found = _LAYER.match(facts(node).module)
+        return found[0] if found else ""
+
+    return [list(stretch) for _, stretch in groupby(nodes, key=layer)]
+
+
+def _by_period(nodes: Sequence[Node], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:
+    """What comes before, the turns, and what comes after the longest stretch in which the operations repeat."""
+    ops = [facts(node).op for node in nodes]
+    length, start, period = 0, 0, 0
+    for distance in range(1, len(ops) // 2 + 1):
+        run = 0
+        for at in range(len(ops) - distance):
+            run = run + 1 if ops[at] == ops[at + distance] else 0
+            # A multiple of the period covers no more than the period itself: the shortest wins.
+            if run >= distance and run + distance > length:
+                length, start, period = run + distance, at - run + 1, distance
+    if length < LEAST_REPEATED:
+        return [list(nodes)]
+    end = start + length - length % period
+    turns = [list(nodes[at : at + period]) for at in range(start, end, period)]
+    return [piece for piece in (list(nodes[:start]), *turns, list(nodes[end:])) if piece]
