@@ -18,7 +18,7 @@ from bcg_compiler.compat.fake import FakeTensor
 from bcg_compiler.compat.ops import op_exists, registered_ops
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
-from bcg_compiler.lower import lower
+from bcg_compiler.lower import UnitCompiler, lower
 from bcg_compiler.options import Options, check_mode
 from bcg_compiler.passes import run_passes
 from bcg_compiler.plan import build_plan
@@ -57,9 +57,12 @@ def bcg_backend(
         graph = collect_facts(module, example_inputs, parsed.capturable)
         passes = run_passes(graph, parsed)
 
+        compiler = unit_compiler(parsed, graph.device)
+
         def make(marked: AnnotatedGraph, options: Options) -> Compiled:
             plan = build_plan(marked, passes, options)
-            return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>"))
+            units = {} if compiler is None or plan.uncaptured else compiler.units(marked, plan)
+            return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>", units), compiler)
 
         if parsed.capture == "cuda" and not graph.device.startswith("cuda"):
             raise OptionError(
@@ -69,6 +72,14 @@ def bcg_backend(
         program = Program(make(graph, parsed), parsed, make)
     register(program)
     return program
+
+
+def unit_compiler(options: Options, device: str) -> UnitCompiler | None:
+    """What compiles the units of a graph on ``device``; ``None`` if they run as they are."""
+    chosen = options.segment_compiler
+    if chosen == "auto":
+        chosen = "eager"
+    return None if chosen == "eager" or options.capture == "off" else UnitCompiler(chosen)
 
 
 def _bind_breaks(module: GraphModule) -> None:

@@ -74,6 +74,11 @@ class Options:
     """Custom ops (``"ns::name"``) and Python functions (``"package.module.function"``) that are safe to capture: they
     neither synchronise, nor read sizes or state on the host. They stay in segments."""
 
+    segment_compiler: Literal["auto", "eager", "inductor"] | Callable[..., Any] = "auto"
+    """What compiles the units of segments. ``"eager"``: nobody, their operations run as they are and give eager's bits;
+    ``"inductor"``; or a function of a graph, which returns a tuple, and of fakes of its inputs, that returns what is
+    called in its place. ``"auto"``: Inductor for graphs on CUDA devices that are captured, else eager."""
+
     min_segment_kernels: int = 2
     """A segment with fewer kernels than this joins the break beside it: a graph launch costs more than a lone kernel.
     A segment without any kernel always does."""
@@ -168,6 +173,12 @@ def _slots(value: Any) -> Mapping[str, SlotPolicy]:
     return MappingProxyType({str(name): SlotPolicy.parse(str(name), given) for name, given in value.items()})
 
 
+def _segment_compiler(value: Any) -> Any:
+    if not callable(value) and value not in ("auto", "eager", "inductor"):
+        raise _wrong_type("segment_compiler", value, "'auto', 'eager', 'inductor', or a function")
+    return value
+
+
 def _limits(value: Any) -> Limits:
     if not isinstance(value, Limits):
         raise _wrong_type("limits", value, "a bcg_compiler.Limits")
@@ -181,6 +192,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "bucket_multiple": _multiple,
     "max_padding_factor": _padding_factor,
     "slots": _slots,
+    "segment_compiler": _segment_compiler,
     "limits": _limits,
 }
 

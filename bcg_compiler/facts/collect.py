@@ -110,6 +110,8 @@ class _Collector:
             parameters=self.roots.parameters,
             outside=self.roots.outside,
             written=frozenset().union(*(f.writes for f in self.facts.values())),
+            fakes=self.values,
+            fake_mode=self.mode,
             rows=self._row_verdicts(),
             conditions=size_conditions(self.mode),
             input_views=self._input_views(),

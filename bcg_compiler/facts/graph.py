@@ -18,6 +18,7 @@ class AnnotatedGraph:
     ``marks``        node → why it runs as a break
     ``parameters``   roots that hold nothing but parameters: nobody writes them unseen
     ``constants``    get_attr nodes → what they hold
+    ``fakes``        the value of each node when the graph was run on fakes of ``fake_mode``
     ``exit_grad``    the grad mode that the graph leaves behind, ``None`` if it is the caller's
     ``written``      roots that the graph's own operations write (``facts`` add what may be written unseen)
     ``moving``       ordinals of parameters, buffers and held tensors that are given new memory again and again
@@ -35,6 +36,8 @@ class AnnotatedGraph:
     parameters: frozenset[int]
     outside: frozenset[int]
     written: frozenset[int]
+    fakes: dict[Node, Any] = field(default_factory=dict)
+    fake_mode: Any = None
     rows: tuple[RowVerdict, ...] = ()
     conditions: tuple[str, ...] = ()
     input_views: frozenset[tuple[int, int]] = frozenset()

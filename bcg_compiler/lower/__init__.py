@@ -3,6 +3,7 @@
 ``emit``     statements of Python for the nodes of a step
 ``writer``   lines of source text that know which node they are for
 ``program``  a function for each segment, and the flat function over all steps, eagerly
+``units``    compiles the units of segments
 ``stubs``    what a capture does in place of break functions
 ``replay``   the flat function over replays and breaks of one capture
 """
@@ -10,5 +11,18 @@
 from bcg_compiler.lower.program import Lowered, lower, lower_prefix
 from bcg_compiler.lower.replay import Captured, Code, write_replay
 from bcg_compiler.lower.stubs import Stub
+from bcg_compiler.lower.units import CompiledUnit, SegmentCompiler, UnitCompiler, units_seen_by
 
-__all__ = ["Captured", "Code", "Lowered", "Stub", "lower", "lower_prefix", "write_replay"]
+__all__ = [
+    "Captured",
+    "Code",
+    "CompiledUnit",
+    "Lowered",
+    "SegmentCompiler",
+    "Stub",
+    "UnitCompiler",
+    "lower",
+    "lower_prefix",
+    "units_seen_by",
+    "write_replay",
+]

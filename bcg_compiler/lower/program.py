@@ -1,6 +1,6 @@
 """Writes the eager form of a plan: one function for each segment, and the flat function over all steps."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,15 +39,20 @@ class Fixed:
     outputs: tuple[int, ...]
 
 
-def lower(graph: AnnotatedGraph, plan: Plan, filename: str) -> Lowered:
-    """Compile the code of ``plan``. All that it refers to is bound in a closure: no look-up by name, no module call."""
+def lower(
+    graph: AnnotatedGraph, plan: Plan, filename: str, units: Mapping[str, Callable[..., Any]] | None = None
+) -> Lowered:
+    """Write the code of ``plan``. All that it refers to is bound in a closure: no look-up by name, no module call.
+
+    ``units`` are called in place of the units of segments, by their keys; other units are written out.
+    """
     writer = Writer(graph, plan)
     stubs, stub_code = write_stubs(graph, plan, filename.replace("program", "stubs"))
     known = {*plan.inputs, *plan.bridges, *(o for step in plan.steps for o in step.fixed)}
     known |= {o for step in plan.segments for o in step.outputs}
     noted = {o for of_step in stubs.values() for stub in of_step for o in stub.inputs} - known
     for step in plan.segments:
-        _write_segment(writer, step)
+        _write_segment(writer, step, units or {})
     _write_program(writer, "program")
     _write_program(writer, "warm_up", noted)
     fixed_values = {step.index: _write_fixed(writer, step) for step in plan.breaks if step.fixed}
@@ -63,7 +68,7 @@ def lower_prefix(graph: AnnotatedGraph, plan: Plan, step: Step, count: int) -> C
     """The first ``count`` nodes of a segment as a function of the segment's arguments: to find the one that fails."""
     writer = Writer(graph, plan)
     part = replace(step, nodes=step.nodes[:count], outputs=())
-    _write_segment(writer, part)
+    _write_segment(writer, replace(part, units=()), {})
     run: Callable[..., None] = writer.compile(f"<bcg prefix of segment {step.index}>", segment_name(part)).made
     return run
 
@@ -73,11 +78,40 @@ def segment_name(step: Step) -> str:
     return f"segment_{step.index}"
 
 
-def _write_segment(writer: Writer, step: Step) -> None:
+def _write_segment(writer: Writer, step: Step, compiled: Mapping[str, Callable[..., Any]]) -> None:
     writer.line(f"    def {segment_name(step)}({', '.join(writer.names(step.inputs))}):")
-    writer.statements(step, "        ")
+    if any(unit.key in compiled for unit in step.units):
+        _write_units(writer, step, compiled)
+    else:
+        writer.statements(step, "        ")
     writer.line(f"        return {', '.join(writer.names(step.outputs))}")
     writer.line("")
+
+
+def _write_units(writer: Writer, step: Step, compiled: Mapping[str, Callable[..., Any]]) -> None:
+    """The units of a segment in order: calls of what is compiled, and the operations of the others."""
+    nodes = {node.ordinal: node for node in step.nodes}
+    in_units = {ordinal for unit in step.units for ordinal in unit.nodes}
+    sizes = [ordinal for ordinal in nodes if ordinal not in in_units]
+    kept = {*step.outputs, *(o for unit in step.units for o in (*unit.inputs, *unit.outputs))}
+    if sizes:
+        writer.statements(step, "        ", set(sizes), kept=kept)
+    last: dict[int, int] = {}
+    for index, unit in enumerate(step.units):
+        last.update(dict.fromkeys((*unit.outputs, *unit.inputs), index))
+    dying = {o: index for o, index in last.items() if o in nodes and o not in step.outputs}
+    for index, unit in enumerate(step.units):
+        first = nodes[unit.nodes[0]]
+        if unit.key in compiled:
+            name = writer.namespace.bind(compiled[unit.key], f"unit_{unit.key}")
+            results = "".join(f"{name}, " for name in writer.names(unit.outputs))
+            call = f"{name}({', '.join(writer.names(unit.inputs, constants=True))})"
+            where = f"  # {first.module or '.'} {first.source or ''}".rstrip()
+            writer.line(f"        ({results}) = {call}{where}" if results else f"        {call}{where}", step, first)
+        else:
+            writer.statements(step, "        ", set(unit.nodes), kept=kept)
+        if dead := [f"v{o}" for o in sorted(dying) if dying[o] == index]:
+            writer.line(f"        del {', '.join(dead)}")
 
 
 def _write_fixed(writer: Writer, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph, NodeFacts
@@ -71,18 +71,20 @@ class Writer:
         noted: Container[int] = (),
         before: Callable[[PlanNode], list[str]] = lambda node: [],
         after: Callable[[PlanNode], list[str]] = lambda node: [],
+        kept: Container[int] = (),
     ) -> None:
         """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given.
 
         The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` and ``after`` give lines to
-        put around an operation.
+        put around an operation; the values of ``kept``, and what the step gives, are not deleted.
         """
         plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
         nodes = [self.nodes[n.ordinal] for n in plan_nodes]
-        kept = [self.nodes[ordinal] for ordinal in (*step.outputs, *step.fixed)]
+        also = (node.ordinal for node in plan_nodes if node.ordinal in kept)
+        alive = [self.nodes[ordinal] for ordinal in (*step.outputs, *step.fixed, *also)]
         by_node: dict[Node, PlanNode] = dict(zip(nodes, plan_nodes, strict=True))
         where = last = None
-        for text, node in self.emit.statements(nodes, kept, indent):
+        for text, node in self.emit.statements(nodes, alive, indent):
             plan_node = by_node[node] if node is not None else None
             if plan_node is not None and (plan_node.module, plan_node.source) != where:
                 where = (plan_node.module, plan_node.source)
@@ -114,10 +116,17 @@ class Writer:
             setter = self.namespace.bind(torch._C._set_grad_enabled, "set_grad_mode")
             self.line(f"{indent}{setter}({self.graph.exit_grad})")
 
-    def names(self, ordinals: tuple[int, ...]) -> list[str]:
-        """Variables of values; constants of the graph are no arguments, their names are bound for the whole text."""
-        nodes = [self.nodes[ordinal] for ordinal in ordinals]
-        return [self.emit.name(node) for node in nodes if node.op != "get_attr"]
+    def names(self, ordinals: tuple[int, ...], constants: bool = False) -> list[str]:
+        """Variables of values; constants of the graph are no arguments, their names are bound for the whole text.
+
+        With ``constants`` also the names of those that are tensors.
+        """
+
+        def has_name(node: Node) -> bool:
+            is_graph = isinstance(self.graph.constants.get(node), GraphModule)
+            return node.op != "get_attr" or (constants and not is_graph)
+
+        return [self.emit.name(node) for node in map(self.nodes.__getitem__, ordinals) if has_name(node)]
 
     def compile(self, filename: str, returned: str) -> Code:
         """Compile the text and call its ``make``, which returns ``returned``."""

@@ -3,6 +3,7 @@
 ``plan``       the dataclasses
 ``partition``  units of work → steps: joins breaks, moves pure nodes, absorbs small segments
 ``build``      an annotated graph → a plan
+``units``      the parts of segments that are compiled apart
 ``lifetimes``  from when to when storages and bridges are needed
 ``structure``  the structural key of a segment, by which equal ones are found
 ``text``       the stable text, the hash, JSON
@@ -15,10 +16,11 @@
 """
 
 from bcg_compiler.plan.build import build_plan
-from bcg_compiler.plan.plan import Padding, Plan, PlanNode, Slot, Step, StepReason, Value
+from bcg_compiler.plan.plan import CompileUnit, Padding, Plan, PlanNode, Slot, Step, StepReason, Value
 from bcg_compiler.plan.text import plan_from_json, plan_hash, plan_text, plan_to_json
 
 __all__ = [
+    "CompileUnit",
     "Padding",
     "Plan",
     "PlanNode",

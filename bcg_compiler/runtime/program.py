@@ -21,7 +21,7 @@ from bcg_compiler.context import forward_context, published
 from bcg_compiler.errors import AdmissionError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
-from bcg_compiler.lower import Lowered
+from bcg_compiler.lower import Lowered, UnitCompiler
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Step
 from bcg_compiler.plan.memory import forecast_ladder
@@ -46,11 +46,12 @@ MOVES = 4
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a program is made of: the marked graph, its plan and its code."""
+    """What a program is made of: the marked graph, its plan and its code, and what compiles its units, if anything."""
 
     graph: AnnotatedGraph
     plan: Plan
     lowered: Lowered
+    compiler: UnitCompiler | None = None
 
 
 class Rung(NamedTuple):
@@ -428,6 +429,12 @@ class Program:
         return self._arena.bytes + (self._device.bytes if self._device is not None else 0)
 
     @property
+    def eager_units(self) -> Counter[str]:
+        """The units that were not compiled, by reason code."""
+        compiler = self._compiled.compiler
+        return Counter() if compiler is None else compiler.refused
+
+    @property
     def forecast_bytes(self) -> int:
         """What the captures so far were forecast to hold, in bytes."""
         return forecast_ladder(self.plan, self._captured).total
@@ -498,7 +505,8 @@ class Program:
         assert self._device is not None
         error = failed.__cause__
         assert isinstance(error, Exception)
-        named, graph = self._lines.where(error), self._compiled.graph
+        named, graph, compiler = self._lines.where(error), self._compiled.graph, self._compiled.compiler
+        keys = [unit.key for unit in self.plan.steps[failed.step].units]
         found = find_uncapturable(
             graph,
             self.plan,
@@ -510,6 +518,9 @@ class Program:
         self._forget_captures()
         fx_node = next((n for n, f in graph.facts.items() if found and f.ordinal == found.ordinal), None)
         text = str(error).strip().splitlines() or ["no message"]
+        if fx_node is None and compiler is not None and compiler.give_up(keys, "unit_capture_failed"):
+            self._take(self._again(graph, self._options))
+            return
         if fx_node is None or not graph.mark(fx_node, "capture_failed", f"{type(error).__name__}: {text[0]}"):
             self._never = "capture_failed"
             return
@@ -680,6 +691,7 @@ class UnsplitProgram:
 
     def __init__(self, run: Any, reason: str) -> None:
         self.eager_runs: Counter[str] = Counter()
+        self.eager_units: Counter[str] = Counter()
         self._run = run
         self._reason = reason
 

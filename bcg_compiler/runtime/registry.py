@@ -25,7 +25,7 @@ class Stats:
     ``graphs``                  programs that have run: one for each graph between Dynamo's own breaks, and for each
                                 recompile
     ``segments``, ``breaks``    steps of their plans; ``reasons`` operations outside of segments, by reason code
-    ``unique_units``            different segments
+    ``unique_units``            different parts of segments to compile; ``eager_units`` those that are not, by reason
     ``forecast_bytes``, ``measured_bytes``  what captures were forecast to hold, and what they and the slots do hold
     ``captures``, ``recaptures``, ``replays``  see ``Counters``
     ``eager_runs``              runs of whole programs without replay, by reason code
@@ -43,6 +43,7 @@ class Stats:
     eager_runs: dict[str, int]
     reasons: dict[str, int]
     unique_units: int
+    eager_units: dict[str, int]
     forecast_bytes: int
     measured_bytes: int
     dynamo_graph_breaks: dict[str, int]
@@ -79,7 +80,8 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
         replays=sum(p.replays for p in programs),
         eager_runs=dict(sum((p.eager_runs for p in programs), Counter())),
         reasons=dict(sum((plan.reasons() for plan in plans), Counter())),
-        unique_units=len({step.unit for plan in plans for step in plan.segments}),
+        unique_units=len({unit.key for plan in plans for step in plan.segments for unit in step.units}),
+        eager_units=dict(sum((p.eager_units for p in programs), Counter())),
         forecast_bytes=sum(p.forecast_bytes for p in programs),
         measured_bytes=sum(p.measured_bytes for p in programs),
         dynamo_graph_breaks=dynamo.graph_breaks(),

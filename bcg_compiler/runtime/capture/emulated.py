@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from bcg_compiler.compat.fake import FakeTensorMode
+from bcg_compiler.compat.fake import FakeTensorMode, storage_key
+from bcg_compiler.lower import CompiledUnit, units_seen_by
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
 from bcg_compiler.runtime.memory import set_inference
 
@@ -38,7 +39,8 @@ class EmulatedCapture:
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)`` as a tape."""
-        with _Recorder() as tape:
+        tape = _Recorder()
+        with units_seen_by(tape.note_unit), tape:
             result = segment(*args)
         self._bytes += sum(result.untyped_storage().nbytes() for note in tape.notes for result in note[3])
         return result, partial(_play, tuple(tape.notes), self._device)
@@ -111,6 +113,21 @@ class _Recorder(TorchDispatchMode):
         if _only_looks(func) and not _writes(func):
             return func(*args, **kwargs)
         return self._note(func, args, kwargs)
+
+    def note_unit(self, unit: CompiledUnit, args: tuple[Any, ...]) -> Any:
+        """Note the call of a compiled unit. Its results look as those of its own operations do."""
+        noted = len(self.notes)
+        results = unit.eager(*args)
+        del self.notes[noted:]
+        given = {storage_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
+        fresh = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and storage_key(r) not in given]
+
+        def run(*args: Any) -> list[Any]:
+            made = unit.run(*args)
+            return [made[i] for i in fresh]
+
+        self.notes.append((run, args, {}, tuple(results[i] for i in fresh), _generated_line()))
+        return results
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written_arguments(func, args, kwargs)

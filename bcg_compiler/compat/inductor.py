@@ -1,0 +1,27 @@
+"""Inductor as a compiler of small graphs (run with torch 2.11, 2.13 and 2.14)."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch.fx import GraphModule
+
+
+def tracing_context() -> TracingContext | None:
+    """The context of the trace that a backend is called in; compiles after it must be done in it, too."""
+    return TracingContext.try_get()
+
+
+def compile_graph(module: GraphModule, fakes: Sequence[Any], context: TracingContext | None) -> Callable[..., Any]:
+    """Compile a graph that returns a tuple, for inputs that look like ``fakes``; open sizes stay open.
+
+    What is returned takes the inputs one by one and gives a sequence.
+    """
+    from torch._inductor import standalone_compile
+
+    shapes: Any = "from_graph" if context is None else "from_tracing_context"
+    ambient = tracing(context) if context is not None and TracingContext.try_get() is not context else nullcontext()
+    with ambient, torch.no_grad():
+        return standalone_compile(module, list(fakes), dynamic_shapes=shapes)
