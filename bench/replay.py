@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,21 +88,31 @@ def full_graph(layers: int, x: Tensor) -> Run:
     return run
 
 
-def ours(layers: int, x: Tensor) -> Run:
-    """``torch.compile(backend="bcg")``, segments as eager operations."""
-    return torch.compile(chain(layers, bcg_negate), backend="bcg", fullgraph=True)
+def full_graph_compiled(layers: int, x: Tensor) -> Run:
+    """One CUDA graph over the kernels that Inductor makes of our segments, the break included."""
+    compiled, static = ours(layers, x, segment_compiler="inductor"), x.clone()
+    _warm(lambda: compiled(static))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(static)
+
+    def run(value: Tensor, held: Run = compiled) -> Tensor:
+        static.copy_(value)
+        graph.replay()
+        return out.clone()
+
+    return run
 
 
-def ours_fewer_guards(layers: int, x: Tensor) -> Run:
-    """The same without Dynamo's guards on modules, which a served model does not change."""
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+def ours(layers: int, x: Tensor, **options: Any) -> Run:
+    """``torch.compile(backend="bcg")``."""
     return torch.compile(chain(layers, bcg_negate), backend="bcg", fullgraph=True, options=options)
 
 
-def ours_unguarded(layers: int, x: Tensor) -> Run:
-    """The same without any guard of Dynamo's: like the peer, it is called with what it was made for, or is wrong."""
-    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    return torch.compile(chain(layers, bcg_negate), backend="bcg", fullgraph=True, options=options)
+#: Which of Dynamo's guards are checked: a served model does not change its modules; a peer that is called with what it
+#: was made for, or is wrong, has no guards at all.
+MODULES = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+ALL = torch.compiler.skip_all_guards_unsafe
 
 
 def breakable_peer(layers: int, x: Tensor) -> Run:
@@ -130,9 +141,13 @@ def reduce_overhead(layers: int, x: Tensor) -> Run:
 VARIANTS: dict[str, Callable[[int, Tensor], Run]] = {
     "eager": eager,
     "full graph": full_graph,
-    "bcg, eager segments": ours,
-    "bcg, module guards skipped": ours_fewer_guards,
-    "bcg, all guards skipped": ours_unguarded,
+    "full graph, compiled": full_graph_compiled,
+    "bcg, eager": partial(ours, segment_compiler="eager"),
+    "bcg, eager, module guards skipped": partial(ours, segment_compiler="eager", guard_filter_fn=MODULES),
+    "bcg, eager, all guards skipped": partial(ours, segment_compiler="eager", guard_filter_fn=ALL),
+    "bcg, Inductor": partial(ours, segment_compiler="inductor"),
+    "bcg, Inductor, module guards skipped": partial(ours, segment_compiler="inductor", guard_filter_fn=MODULES),
+    "bcg, Inductor, all guards skipped": partial(ours, segment_compiler="inductor", guard_filter_fn=ALL),
     "breakable-cuda-graphs": breakable_peer,
     "reduce-overhead": reduce_overhead,
 }

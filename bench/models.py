@@ -1,0 +1,151 @@
+"""Whole models of transformers: seconds until the third call has returned, and wall time of a call, beside torch's own.
+
+    python bench/models.py [--model llama deepseek_v32] [--layers 12 24] [--tokens 256] [--only VARIANT …] [--json FILE]
+
+bf16, random weights, batch 1, no cache; fresh token ids. First calls are counted from before the first one, Dynamo
+included, with Inductor's caches off; ``--warm`` leaves them on and runs each variant twice, the second time from the
+caches of the first. Each variant has a process of its own. Needs a GPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "bcg, eager": {"backend": "bcg", "options": {"segment_compiler": "eager"}},
+    "bcg, Inductor": {"backend": "bcg", "options": {"segment_compiler": "inductor"}},
+}
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "deepseek_v32": {
+        "num_key_value_heads": 16,
+        "q_lora_rank": 512,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 512,
+        "first_k_dense_replace": 1,
+        "index_n_heads": 8,
+        "index_head_dim": 64,
+        "index_topk": 256,
+    },
+}
+
+
+def build(model: str, layers: int) -> torch.nn.Module:
+    """The model on the GPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model, num_hidden_layers=layers, **SIZES, **MODELS[model])
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return made.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def measure(model: str, layers: int, tokens: int, variant: str) -> dict[str, Any]:
+    """One variant in this process."""
+    import bcg_compiler as bcg
+
+    made, how = build(model, layers), VARIANTS[variant]
+    run = torch.compile(made, **how) if how else made
+
+    def call() -> torch.Tensor:
+        ids = torch.randint(0, SIZES["vocab_size"], (1, tokens), device="cuda")
+        found: torch.Tensor = run(input_ids=ids, use_cache=False).logits
+        return found
+
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - begin
+    for _ in range(5):
+        call()
+    times = []
+    for _ in range(40):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    found: dict[str, Any] = {"first_calls_s": first, "wall_us": 1e6 * statistics.median(times)}
+    if how.get("backend") == "bcg":
+        stats = bcg.stats(run)
+        found |= {
+            "segments": stats.segments,
+            "breaks": stats.breaks,
+            "unique_units": stats.unique_units,
+            "eager_units": stats.eager_units,
+            "replays": stats.replays,
+        }
+    return found
+
+
+def run_apart(model: str, layers: int, tokens: int, variant: str, cache: str) -> dict[str, Any]:
+    """One variant in a process of its own, with Inductor's caches in a folder; off if that is ""."""
+    command = [sys.executable, __file__, "--model", model, "--layers", str(layers), "--tokens", str(tokens)]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run(
+        [*command, "--here", variant], env={**os.environ, **caches}, stdout=subprocess.PIPE, check=False
+    )
+    if done.returncode:
+        return {"failed": done.returncode}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measure all variants and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(MODELS))
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS))
+    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--json")
+    parser.add_argument("--here", help="measure this variant in this process")
+    args = parser.parse_args()
+    if args.here:
+        print(json.dumps(measure(args.model[0], args.layers[0], args.tokens, args.here)))
+        return
+    found = []
+    for model in args.model:
+        for layers in args.layers:
+            for variant in args.only:
+                with tempfile.TemporaryDirectory() as cache:
+                    for run in ("cold", "warm") if args.warm else ("",):
+                        figures = run_apart(model, layers, args.tokens, variant, cache if args.warm else "")
+                        found.append({"model": model, "layers": layers, "variant": variant, "caches": run, **figures})
+                        print(", ".join(f"{key} {value}" for key, value in found[-1].items()), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"gpu": torch.cuda.get_device_name(), "tokens": args.tokens, "results": found}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
