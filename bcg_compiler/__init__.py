@@ -4,6 +4,7 @@ Splits a model at the operations that no CUDA graph can hold into segments joine
 is not needed to use the backend; these are the names for those who declare breaks or look inside.
 """
 
+from bcg_compiler.aot import aot_compile
 from bcg_compiler.breaks import call_with_break, eager_break
 from bcg_compiler.buckets import Batch, Ladder, Limits
 from bcg_compiler.context import current_context, forward_context
@@ -21,6 +22,7 @@ __all__ = [
     "Options",
     "Plan",
     "admission",
+    "aot_compile",
     "call_with_break",
     "capture",
     "counters",

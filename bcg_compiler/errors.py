@@ -53,6 +53,10 @@ class ContextError(BcgError, LookupError):
     """The forward context, or a field of it, was read where none is set."""
 
 
+class AotError(BcgError, ValueError):
+    """A model that cannot be compiled ahead of time, or a call with other arguments than it was compiled for."""
+
+
 class LateCaptureError(BcgError, RuntimeError):
     """A call needs a capture after ``bcg.capture`` had captured all there is."""
 

@@ -118,6 +118,7 @@ class _Builder:
             uncaptured=self._uncaptured(steps) or self._stale_bridge(steps, bridges),
             passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
             rows=tuple(replace(rows, text=self.symbols.text(rows.text)) for rows in self.graph.rows),
+            conditions=tuple(map(self.symbols.text, self.graph.conditions)),
             padding=padding,
             unpadded=unpadded,
         )

@@ -128,7 +128,7 @@ def check_rules(options: Options, plan: Plan) -> tuple[BrokenRule, ...]:
     return broken
 
 
-def symbol_sources(plan: Plan) -> dict[str, tuple[int, int | None]]:
+def symbol_sources(plan: Plan, tensors_only: bool = False) -> dict[str, tuple[int, int | None]]:
     """Where to read each open size at a call: (position among the arguments, dimension), or ``None`` for a size that is
     an argument itself. Dimensions count on behind the shape: those are strides.
     """
@@ -136,7 +136,7 @@ def symbol_sources(plan: Plan) -> dict[str, tuple[int, int | None]]:
     found: dict[str, tuple[int, int | None]] = {}
     for position, ordinal in enumerate(plan.inputs):
         value = values[ordinal]
-        if value.kind == "size" and value.size.isidentifier():
+        if value.kind == "size" and not tensors_only and value.size.isidentifier():
             found.setdefault(value.size, (position, None))
         for spec in value.specs:
             for dim, size in enumerate((*spec.shape, *spec.strides)):

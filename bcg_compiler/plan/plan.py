@@ -180,6 +180,7 @@ class Plan:
     ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
     ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
+    ``conditions``  what holds of the sizes that the graph leaves open, as expressions: for others it is another graph
     ``padding``  how the ladder is used, ``unpadded`` why it is not; ``broken_rules`` what of the options has no effect
     """
 
@@ -194,6 +195,7 @@ class Plan:
     uncaptured: Reason | None = None
     passes: tuple[PassSummary, ...] = ()
     rows: tuple[RowVerdict, ...] = ()
+    conditions: tuple[str, ...] = ()
     padding: Padding | None = None
     unpadded: Reason | None = None
     broken_rules: tuple[BrokenRule, ...] = ()

@@ -9,7 +9,7 @@
 from bcg_compiler.runtime.ahead import CaptureReport, admission, capture
 from bcg_compiler.runtime.counters import Counters, counters
 from bcg_compiler.runtime.program import Program
-from bcg_compiler.runtime.registry import Stats, programs_of, register, reset, stats
+from bcg_compiler.runtime.registry import Stats, programs_of, register, register_for, reset, stats
 
 __all__ = [
     "CaptureReport",
@@ -21,6 +21,7 @@ __all__ = [
     "counters",
     "programs_of",
     "register",
+    "register_for",
     "reset",
     "stats",
 ]

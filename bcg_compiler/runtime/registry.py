@@ -1,7 +1,6 @@
 """Which programs are alive. Dynamo owns them; this only looks."""
 
 import gc
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from bcg_compiler.runtime.program import Program, UnsplitProgram
 
 AnyProgram = Program | UnsplitProgram
 
-_programs: "weakref.WeakKeyDictionary[AnyProgram, types.CodeType | None]" = weakref.WeakKeyDictionary()
+_programs: "weakref.WeakKeyDictionary[AnyProgram, Any]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,20 @@ def register(program: AnyProgram) -> None:
     _programs[program] = dynamo.running_owner()
 
 
+def register_for(program: AnyProgram, owner: object) -> None:
+    """Let a program belong to an object that calls it without Dynamo."""
+    _programs[program] = weakref.ref(owner)
+
+
 def programs_of(compiled: Callable[..., Any] | None = None) -> list[AnyProgram]:
     """The programs that have run for ``compiled``, in the order they were made; all if ``None``.
 
     They belong to the code of the callable, as Dynamo's entries do: two instances of one class share them. One that
     Dynamo asked for and dropped never ran and does not show.
     """
+    owned = [p for p, o in list(_programs.items()) if isinstance(o, weakref.ref) and o() is compiled is not None]
+    if owned:
+        return owned
     key = None if compiled is None else dynamo.code_key(compiled)
     if compiled is not None and key is None:
         raise TypeError(f"{compiled!r} is not a compiled function or module.")
