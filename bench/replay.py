@@ -109,6 +109,11 @@ def ours(layers: int, x: Tensor, **options: Any) -> Run:
     return torch.compile(chain(layers, bcg_negate), backend="bcg", fullgraph=True, options=options)
 
 
+def ours_aot(layers: int, x: Tensor, **options: Any) -> Run:
+    """``bcg.aot_compile``: a call goes to the replay without Dynamo."""
+    return bcg.aot_compile(chain(layers, bcg_negate), (x,), options=options)
+
+
 #: Which of Dynamo's guards are checked: a served model does not change its modules; a peer that is called with what it
 #: was made for, or is wrong, has no guards at all.
 MODULES = torch.compiler.skip_guard_on_all_nn_modules_unsafe
@@ -147,6 +152,8 @@ VARIANTS: dict[str, Callable[[int, Tensor], Run]] = {
     "bcg, eager, all guards skipped": partial(ours, segment_compiler="eager", guard_filter_fn=ALL),
     "bcg, Inductor": partial(ours, segment_compiler="inductor"),
     "bcg, Inductor, module guards skipped": partial(ours, segment_compiler="inductor", guard_filter_fn=MODULES),
+    "bcg, eager, ahead of time": partial(ours_aot, segment_compiler="eager"),
+    "bcg, Inductor, ahead of time": partial(ours_aot, segment_compiler="inductor"),
     "bcg, Inductor, all guards skipped": partial(ours, segment_compiler="inductor", guard_filter_fn=ALL),
     "breakable-cuda-graphs": breakable_peer,
     "reduce-overhead": reduce_overhead,
