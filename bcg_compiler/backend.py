@@ -47,6 +47,7 @@ def bcg_backend(
             raise OptionError(
                 f"Option 'capturable' names {name!r}, which is no operator. {nearest(name, registered_ops())}"
             )
+    asked = parsed.capture
     if any(isinstance(value, FakeTensor) for value in example_inputs):
         parsed = replace(parsed, capture="off")  # a model of fakes, to look at its plan
     _bind_breaks(module)
@@ -60,7 +61,7 @@ def bcg_backend(
         compiler = unit_compiler(parsed, graph.device)
 
         def make(marked: AnnotatedGraph, options: Options) -> Compiled:
-            plan = build_plan(marked, passes, options)
+            plan = build_plan(marked, passes, replace(options, capture=asked))
             units = {} if compiler is None or plan.uncaptured else compiler.units(marked, plan)
             return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>", units), compiler)
 

@@ -50,6 +50,14 @@ def test_no_weights_are_made() -> None:
     assert any("7168" in dim for value in plan.values for spec in value.specs for dim in spec.shape)
 
 
+def test_a_model_of_fakes_breaks_no_rule_that_the_real_one_keeps() -> None:
+    """Capture is off for fakes, and the plan then said that a ladder has no effect: the user had not turned it off."""
+    found = plan_model("llama", layers=1, options={"ladder": [64]})
+    assert [plan.broken_rules for plan in found.plans if plan] == [()]
+    found = plan_model("llama", layers=1, options={"ladder": [64], "capture": "off"})
+    assert [[rule.code for rule in plan.broken_rules] for plan in found.plans if plan] == [["ladder_off"]]
+
+
 def test_deep_models_are_folded_and_their_layers_are_one_unit() -> None:
     found = plan_model("deepseek_v3", layers=6)
     (plan,) = found.plans
