@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+import bcg_compiler as bcg
 from bcg_compiler.errors import OptionError
 from bcg_compiler.options import Options, names
 
@@ -24,7 +25,17 @@ def test_no_options_are_the_defaults() -> None:
     ("given", "said"),
     [
         ({"captur": "off"}, "Unknown option 'captur'. Did you mean 'capture'"),
-        ({"ladder": [4]}, "Unknown option 'ladder'."),
+        ({"ladder": [8, 4]}, r"Option 'ladder' is \[8, 4\]: buckets\[1\] is 4, behind 8"),
+        ({"ladder": 64}, "it must be a list of ints"),
+        ({"token_dim": 1.5}, "it must be a dimension, or 'name:dimension' of an input"),
+        ({"token_dim": "input_ids"}, "write the name of an input, a colon, and a dimension"),
+        ({"bucket_multiple": 0}, "must be at least 1"),
+        ({"max_padding_factor": 0.5}, "must be at least 1: no padding at all"),
+        ({"slots": ["x"]}, "a dictionary from names of inputs to policies"),
+        ({"slots": {"x": "none"}}, "gives 'none' for 'x'; it must be 'zero', 'keep', 'once', or a number"),
+        ({"limits": {}}, "it must be a bcg_compiler.Limits"),
+        ({"on_late_capture": "raise"}, "must be one of 'capture', 'eager', 'error'"),
+        ({"outputs": "view"}, "must be one of 'copy', 'alias'"),
         ({"capture": "on"}, "must be one of 'auto', 'cuda', 'emulated', 'off'"),
         ({"min_segment_kernels": "3"}, r"'3' \(str\); it must be an integer"),
         ({"min_segment_kernels": True}, r"True \(bool\); it must be an integer"),
@@ -49,6 +60,24 @@ def test_one_rule_needs_no_list() -> None:
 def test_what_torch_takes_for_itself_is_no_unknown_option(kept: bool) -> None:
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
     assert Options.parse(options if kept else {}) == Options()
+
+
+def test_what_keyword_arguments_collect_is_called_as_the_user_calls_it() -> None:
+    """The inputs of transformers' models were named ``kwargs.input_ids``, which nobody would write in an option."""
+    torch.compiler.reset()
+
+    def model(**kwargs: torch.Tensor) -> torch.Tensor:
+        return (kwargs["ids"] * 2 + kwargs["weights"]).sin()
+
+    options = {"ladder": [8], "token_dim": "ids:1", "slots": {"weights": 1.0}, "min_segment_kernels": 1}
+    compiled = torch.compile(model, backend="bcg", options=options)
+    ids, weights = torch.ones(1, 5), torch.ones(1, 5)
+    torch._dynamo.mark_dynamic(ids, 1)
+    torch._dynamo.mark_dynamic(weights, 1)
+    compiled(ids=ids, weights=weights)
+    (program,) = bcg.programs_of(compiled)
+    assert program.plan is not None and program.plan.padding is not None
+    assert {value.argument for value in program.plan.values if value.kind == "input"} == {"ids", "weights"}
 
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])

@@ -62,8 +62,12 @@ def dotted_path(source: str) -> str:
 
 
 def argument_name(source: str) -> str:
-    """``L['input_ids']`` → ``input_ids``, ``L['batch'].ids`` → ``batch.ids``: what the user calls an input."""
-    return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", source[1:]).strip(".") if source[:2] == "L[" else ""
+    """``L['input_ids']`` → ``input_ids``, ``L['batch'].ids`` → ``batch.ids``: what the user calls an input.
+
+    What a ``**kwargs`` of the model's collects has the name that it is given by: ``L['kwargs']['ids']`` → ``ids``.
+    """
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", source[1:]).strip(".") if source[:2] == "L[" else ""
+    return path.removeprefix("kwargs.")
 
 
 def module_of(node: Node) -> tuple[str, str]:
