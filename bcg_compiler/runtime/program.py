@@ -108,6 +108,7 @@ class Program:
         self._arena = Arena()
         self._captured: list[Mapping[str, int]] = []  # open sizes, in the order of captures
         self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
+        self._grad = False  # whether calls are made under grad mode
         self._examples: dict[tuple[int, ...], list[Any]] = {}  # by these sizes: what arguments look like
         self._lost: dict[int, str] = {}  # rungs of the ladder that could not be captured, and why
         self.complete = False  # whether bcg.capture has captured all there is
@@ -176,6 +177,7 @@ class Program:
         rows, others = sizes.rows(args), sizes.others(args)
         if others not in self._examples and len(self._examples) < self._options.max_captures:
             self._examples[others] = self._example(args)
+            self._grad = torch.is_grad_enabled()  # the same at each call: Dynamo guards on it
         self._others = others
         with forward_context(live_rows=rows):
             admission = self._admission(rows, others)
@@ -388,7 +390,9 @@ class Program:
             self._examples, self._warm = examples, warm
             done: set[Any] = set()
             while left := [b for b in self.planned if (b.rows, b.others) not in done]:
-                yield self._capture_rung(left[0], done, smoke)
+                with torch.set_grad_enabled(self._grad):
+                    rung = self._capture_rung(left[0], done, smoke)
+                yield rung
             if self._on_cuda:
                 torch.cuda.synchronize(self.plan.device)
             self.complete = True
