@@ -37,7 +37,7 @@ def choose_padding(
     if held is not None:
         return Reason("held_rows", f"{held.name} is not given by the caller, and has as many rows")
     if verdict.kind == "mixing" and not options.assume_rows_independent:
-        where = f": {verdict.op} in {verdict.module}" if verdict.op else ""
+        where = (f": {verdict.op}" if verdict.op else "") + (f" in {verdict.module}" if verdict.module else "")
         return Reason("mixing_rows", f"padding may reach live rows: {verdict.text}{where}")
     return Padding(
         symbol=symbol,
