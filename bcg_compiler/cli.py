@@ -16,13 +16,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bcg_compiler.debug import screen
+from bcg_compiler.debug import screen, words
 from bcg_compiler.debug.errors import building, user_error
 from bcg_compiler.debug.explain import plan_model
 from bcg_compiler.debug.ladder_plot import check_plot, plot
-from bcg_compiler.debug.ladders import Recipe, ladder_view, measure
+from bcg_compiler.debug.ladders import FORMS, Recipe, ladder_view, measure, read_ladder
 from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
+from bcg_compiler.debug.padded import unpadded_view
 from bcg_compiler.debug.run import compare_with_eager
+from bcg_compiler.debug.tokens import tokens_of
 from bcg_compiler.errors import BcgError, nearest
 from bcg_compiler.models import zoo
 from bcg_compiler.options import Options
@@ -72,6 +74,21 @@ ConfigPairs = Annotated[
         "--config", metavar="KEY=VALUE", help="A field of the Hugging Face configuration to override; can be repeated."
     ),
 ]
+LadderSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--ladder",
+        metavar="SPEC",
+        help=f"Pad prompts to these buckets, and leave the number of tokens open: {FORMS}.",
+    ),
+]
+Assume = Annotated[
+    bool,
+    typer.Option(
+        "--assume-rows-independent",
+        help="Pad although it is not proven that padding cannot reach live rows: the option of that name.",
+    ),
+]
 LengthsFile = Annotated[
     Path | None,
     typer.Option(
@@ -94,15 +111,18 @@ def run(
         typer.Option(min=1, help=f"How many of the lengths to run. Default: all of FILE, or {DEFAULT_CALLS} bundled."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random weights and of the prompts.")] = 0,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
     option: OptionPairs = None,
     config: ConfigPairs = None,
 ) -> None:
-    """Run MODEL compiled and eager over many prompts, and compare every result bit by bit.
+    """Run MODEL compiled and eager over many prompts, and compare every result: bit by bit, or where prompts are padded
+    within the tolerance of the dtype.
 
     Exits with 1 if any result differs, and with 2 if what was asked for is not possible.
     """
     with _quiet(), _errors_in_words():
-        options = _options(option)
+        options = _options(option, ladder, assume)
         where = _device(device)
         prompts, source = _prompts(lengths, calls)
         _look_here(model)
@@ -110,6 +130,8 @@ def run(
             built = zoo.build(
                 model, layers=layers, device=where, dtype=getattr(torch, dtype), seed=seed, config=_pairs(config)
             )
+        if ladder is not None:
+            options["ladder"] = read_ladder(ladder, tokens_of(built.make_inputs, prompts))
         out = screen.console()
         header = screen.header(
             model=f"{built.label}, {dtype} on {where}",
@@ -134,6 +156,8 @@ def explain(
     length: Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans in full, as a JSON list.")] = False,
     as_text: Annotated[bool, typer.Option("--text", help="Print the stable text of the plans.")] = False,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
     option: OptionPairs = None,
     config: ConfigPairs = None,
 ) -> None:
@@ -141,7 +165,9 @@ def explain(
     with _quiet(), _errors_in_words():
         if as_json and as_text:
             raise typer.BadParameter("--json and --text exclude each other.")
-        options = _options(option)
+        options = _options(option, ladder, assume)
+        if ladder is not None:
+            options["ladder"] = read_ladder(ladder, sample_lengths())
         where = _device(device)
         _look_here(model)
         found = plan_model(
@@ -161,6 +187,7 @@ def explain(
         out.print(about, "")
         out.print(screen.plans_view(found.plans))
         out.print(screen.breaks_view(found.plans))
+        out.print(unpadded_view(found.plans))
         out.print(screen.uncompiled_view(found.uncompiled))
         out.print(Text(screen.explanation_summary(found.plans), style="bold"))
 
@@ -195,7 +222,7 @@ def ladder(
         found = report.lengths
         source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
         header = screen.header(
-            prompts=f"{screen.count(found.total(), 'length')} of {source}: {min(found)} to {max(found)} tokens, "
+            prompts=f"{words.count(found.total(), 'length')} of {source}: {min(found)} to {max(found)} tokens, "
             f"{len(found):,} different",
             ladder=f"{recipe}, up to {report.ladder.ceiling} tokens",
         )
@@ -221,8 +248,14 @@ def _prompts(file: Path | None, calls: int | None) -> tuple[list[int], str]:
     return [lengths[i % len(lengths)] for i in range(calls)], f"{which} lengths of {source}{again}"
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
+def _options(given: list[str] | None, ladder: str | None, assume: bool) -> dict[str, Any]:
+    """The options of the backend but for the ladder, which may depend on the model."""
     options = _pairs(given)
+    for name, flag in (("ladder", ladder), ("assume_rows_independent", assume)):
+        if flag and name in options:
+            raise typer.BadParameter(f"{name!r} is given twice: as an --option and as --{name.replace('_', '-')}.")
+    if assume:
+        options["assume_rows_independent"] = True
     Options.parse(options)
     return options
 

@@ -83,6 +83,11 @@ FACTORIES = """
             return x
 
 
+    class AddsUpRows(Model):
+        def forward(self, x):
+            return (x + 1).sum(1, keepdim=True) + self.inner(x)
+
+
     class Fails(Model):
         def forward(self, x):
             raise ValueError("this model is broken")
@@ -153,6 +158,13 @@ def run(model: str, place: Path, *args: str, lengths: str = "5\n9\n9\n") -> Any:
         (["explain", "user_factories:Model", "--option", "breaks=op:aten::no_such_op"], "not registered"),
         (["explain", "user_factories:Model", "--option", "breaks=module:outer"], "matches nothing"),
         (["run", "user_factories:Model", "--option", "breaks=module:outer"], "matches nothing"),
+        (["run", "llama", "--ladder", "linear:64"], "'linear:64' is no ladder. Give from-lengths:16"),
+        (["run", "llama", "--ladder", "64,many"], "or a list of buckets: 64,128,256"),
+        (["run", "llama", "--ladder", "relative:2048"], "relative:2048:0.1 (up to 2048"),
+        (["run", "llama", "--ladder", "64,32"], "buckets[1] is 32, behind 64"),
+        (["run", "llama", "--ladder", "64", "--option", "ladder=[64]"], "'ladder' is given twice: as an --option and"),
+        (["explain", "llama", "--ladder", "default:0"], "ceiling is 0; it must be at least 1"),
+        (["explain", "t5", "--ladder", "64"], "options={'token_dim': 'input_ids:1'}"),
         (["ladder"], "Give one of --count N, --relative WASTE and --default"),
         (["ladder", "--count", "4", "--default"], "Give one of"),
         (["ladder", "--count", "0"], "count is 0; it must be at least 1"),
@@ -326,6 +338,72 @@ def test_options_are_json_where_they_can_be(place: Path) -> None:
     assert "user_rule 2 times" in result.stdout
 
 
+def test_run_with_a_ladder_pads_and_says_how_it_went(place: Path) -> None:
+    lengths = "".join(f"{n}\n" for n in (5, 6, 9, 16, 17, 12, 8, 3, 7, 30))
+    result = run("llama", place, "--layers", "1", "--ladder", "8,16,40", lengths=lengths)
+    assert result.exit_code == 0, result.output
+    assert "ladder: s0, dimension 1 of in1 (input_ids), is padded to 3 buckets: 8, 16, 40" in result.stdout
+    assert "proof: causal, shown from the graph; from 1 live row on" in result.stdout
+    assert "padded rows: in1 (input_ids): zero" in result.stdout
+    # 17 tokens are less than half of 40, in one call, and in four more of those that are timed.
+    assert (
+        "5 runs of graphs without replay (padding): the smallest bucket that holds the live rows is too"
+        in result.stdout
+    )
+    assert "raise max_padding_factor" in result.stdout
+    assert "1 run of graphs without replay (warm_up)" in result.stdout
+    (row,) = (line.split() for line in result.stdout.splitlines() if "3 buckets (causal)" in line)
+    assert row[:6] == ["1", "3", "buckets", "(causal)", "3", "20"]
+    assert "of calls in buckets, " in result.stdout
+    assert "EQUAL  26 of 26 calls, " in result.stdout
+
+
+def test_a_ladder_is_chosen_by_the_lengths_that_are_run(place: Path) -> None:
+    result = run("llama", place, "--layers", "1", "--ladder", "from-lengths:2", lengths="5\n5\n9\n9\n8\n")
+    assert result.exit_code == 0, result.output
+    assert "is padded to 2 buckets: 5, 9" in result.stdout
+    result = run("bert", place, "--layers", "1", "--ladder", "from-lengths:2", "--calls", "2", lengths="600\n700\n")
+    assert "Ladder(buckets=(512,))" in " ".join(result.stdout.split())  # its positions end there
+
+
+def test_a_model_that_cannot_be_padded_says_why_and_where(place: Path) -> None:
+    result = run("user_factories:AddsUpRows", place, "--ladder", "8,16")
+    assert result.exit_code == 0, result.output
+    assert "ladder: not used (mixing_rows), exact shapes are captured" in result.stdout
+    assert "padding may reach live rows: sum runs over all rows: .sum\n" in result.stdout
+    line = next(n for n, text in enumerate(FACTORIES.splitlines(), 1) if ".sum(1, keepdim=True)" in text)
+    assert f"user_factories.py:{line}" in result.stdout
+    assert "return (x + 1).sum(1, keepdim=True) + self.inner(x)" in result.stdout
+    assert "To change it: If you know that none does" in result.stdout
+    assert "bit for bit" in result.stdout
+    assert "in buckets" not in result.stdout
+
+
+def test_an_assumption_that_is_wrong_is_found(place: Path) -> None:
+    result = run("user_factories:AddsUpRows", place, "--ladder", "8,16", "--assume-rows-independent")
+    assert result.exit_code == 1
+    assert "proof: none, it is assumed (assume_rows_independent)" in result.stdout
+    assert "2 buckets (assumed)" in result.stdout
+    assert "DIFFERENT  10 of 11 calls" in result.stdout  # all but the first, which runs eagerly
+    assert "so much is tolerated as the dtype rounds, and no more" in result.stdout
+
+
+def test_a_model_that_fixes_its_number_of_tokens_runs_in_exact_shapes(place: Path) -> None:
+    result = run("user_factories:OneGraphForEachLength", place, "--ladder", "8,16")
+    assert result.exit_code == 0, result.output
+    assert "no_token_dim, so exact shapes are captured" in result.stdout
+
+
+def test_an_option_without_effect_is_said(place: Path) -> None:
+    for result in (
+        run("user_factories:AddsUpRows", place, "--assume-rows-independent"),
+        call("explain", "user_factories:AddsUpRows", "--assume-rows-independent"),
+    ):
+        assert result.exit_code == 0, result.output
+        assert "note assumption_unused: " in result.stdout
+        assert "Drop it, or give a ladder." in result.stdout
+
+
 def test_a_folder_with_a_configuration_is_a_model(place: Path) -> None:
     folder = place / "model"
     folder.mkdir()
@@ -344,6 +422,17 @@ def test_explain_prints_steps_and_reasons() -> None:
     result = call("explain", "user_factories:WithBreak")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == "1 graph, 2 segments (2 different), 1 break: eager_break 1"
+
+
+def test_explain_with_a_ladder_says_how_it_is_used_or_why_not() -> None:
+    result = call("explain", "llama", "--layers", "1", "--ladder", "default:32")
+    assert result.exit_code == 0, result.output
+    assert "is padded to 8 buckets: 4, 8, 12, 16, 20, 24, 28, 32" in result.stdout
+    assert "proof: causal" in result.stdout
+    assert "note" not in result.stdout
+    result = call("explain", "user_factories:AddsUpRows", "--ladder", "32")
+    assert result.exit_code == 0, result.output
+    assert "mixing_rows, so exact shapes are captured: live rows may depend on padded ones" in result.stdout
 
 
 def test_explain_text_is_the_stable_text() -> None:

@@ -1,4 +1,4 @@
-"""Compares two results tensor by tensor and bit by bit, whatever they are nested in."""
+"""Compares two results tensor by tensor, whatever they are nested in: bit by bit, and within a tolerance."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,16 @@ from typing import Any
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: How far apart two tensors are close: a part of the largest number, and so much more. The numbers are those of
+#: ``torch.testing.assert_close``; it takes the part of each number, but small ones are what is left of large ones.
+TOLERANCES = {
+    torch.float64: (1e-7, 1e-7),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+}
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -19,11 +29,13 @@ class Difference:
     ``what``     in words
     ``largest``  the largest absolute difference; infinite where there is none to speak of: a NaN against a number,
                  another shape, another type
+    ``close``    whether it is within the tolerance of the dtype, see ``TOLERANCES``
     """
 
     where: str
     what: str
     largest: float = math.inf
+    close: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,10 @@ def tensor_difference(got: torch.Tensor, expected: torch.Tensor, where: str = ""
     if count == 0:
         return None
     gap = (one[differs].double() - other[differs].double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return Difference(where, f"{count:,} of {len(one):,} numbers differ", float(gap.max()))
+    largest = float(gap.max())
+    part, more = TOLERANCES.get(expected.dtype, (0.0, -1.0))
+    close = largest <= part * float(other.double().abs().nan_to_num(posinf=0).max()) + more
+    return Difference(where, f"{count:,} of {len(one):,} numbers differ", largest, close)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from bcg_compiler.compat.dynamo_log import Uncompiled, dynamo_log
 from bcg_compiler.debug.errors import building, call_eager, user_error
 from bcg_compiler.debug.fakes import Faker, build_on_meta
+from bcg_compiler.debug.tokens import mark_open, token_dims
 from bcg_compiler.models.zoo import ZooModel, build
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, plan_text, plan_to_json
@@ -57,8 +58,9 @@ def plan_model(
     """Compile the model called ``name`` (see ``bcg_compiler.models.zoo``) for one prompt of ``length`` tokens.
 
     The model is made of fake tensors on ``device``, so neither its size nor its weights matter, and the plan is the one
-    that the real model gets. What the model does with data between Dynamo's graphs cannot be followed that way: then
-    the model is built for real, if it is not too large, and ``note`` says so.
+    that the real model gets. With a ladder among the options the number of tokens is left open. What the model does
+    with data between Dynamo's graphs cannot be followed that way: then the model is built for real, if it is not too
+    large, and ``note`` says so.
 
     Drops all compiled code of this process first (``bcg_compiler.reset``). Raises ``OptionError`` and ``RuleError``,
     ``ModelNotFound``, and ``ModelFailed`` if the model cannot be built or called.
@@ -94,6 +96,8 @@ def _compile(
 ) -> tuple[Explanation, Exception | None]:
     """Compile and call once; the error is what the call raised, if it is not the user's to mend."""
     reset()
+    if Options.parse(options).ladder is not None:
+        mark_open(inputs, token_dims(built.make_inputs))
     before = set(programs_of())
     compiled: Any = torch.compile(built.model, backend="bcg", options=dict(options) if options else None)
     error = None

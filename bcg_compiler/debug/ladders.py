@@ -12,8 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.buckets.ladder import Ladder, Waste
-from bcg_compiler.debug.screen import count
+from bcg_compiler.debug.words import count
 from bcg_compiler.errors import LadderError
+
+#: What ``read_ladder`` takes.
+FORMS = (
+    "from-lengths:16 (16 buckets, chosen by the lengths; from-lengths:16:2048 ends at 2048), default:2048, "
+    "relative:2048:0.1 (up to 2048, no prompt padded by more than a tenth), or a list of buckets: 64,128,256"
+)
 
 #: The histogram has at most so many bars, of this width in columns, and so many rungs are written beside each.
 MOST_BARS = 24
@@ -46,6 +52,31 @@ class Recipe:
         else:
             how = "the default ladder"
         return how + (f", all multiples of {self.multiple}" if self.multiple > 1 else "")
+
+
+def read_ladder(text: str, lengths: Iterable[int]) -> Ladder:
+    """The ladder that a text means, see ``FORMS``; ``lengths`` are what ``from-lengths`` chooses by.
+
+    Raises ``LadderError`` for a text of another form, and for what no ladder can be made from.
+    """
+    kind, *numbers = text.split(":")
+    try:
+        match kind, numbers:
+            case "from-lengths", [count]:
+                recipe = Recipe(count=int(count))
+            case "from-lengths", [count, ceiling]:
+                recipe = Recipe(count=int(count), ceiling=int(ceiling))
+            case "default", [ceiling]:
+                recipe = Recipe(ceiling=int(ceiling))
+            case "relative", [ceiling, waste]:
+                recipe = Recipe(ceiling=int(ceiling), waste=float(waste))
+            case _:
+                return Ladder([int(bucket) for bucket in text.split(",")])
+    except LadderError:
+        raise
+    except ValueError:
+        raise LadderError(f"{text!r} is no ladder. Give {FORMS}.") from None
+    return recipe.make(Counter(lengths))
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,42 @@ EAGER_RUNS = {
         "log-probabilities are wanted, or may be, and no eager tail computes them", "Say that they are not."
     ),
     "veto": Meaning("a veto of yours speaks against it", "See what it returned."),
+    "late_capture": Meaning(
+        "bcg.capture had captured all there was, and they need another capture",
+        'Capture again, or set options={"on_late_capture": "capture"}.',
+    ),
+    "no_ladder": Meaning(
+        "the program captures exact shapes",
+        'Compile with options={"ladder": ...}; where that is given, bcg explain says why it is not used.',
+    ),
+    "not_compiled": Meaning("the model has not run yet", "Call it once."),
+}
+
+#: Why a graph is not padded to the ladder: its exact shapes are captured.
+UNPADDED = {
+    "no_token_dim": Meaning(
+        "no size that the graph leaves open is the number of tokens",
+        'Mark it, torch._dynamo.mark_dynamic(input_ids, 1), or name it in options={"token_dim": ...}. A prompt of one '
+        "token, and a model that makes a constant of the number, are compiled for one length only.",
+    ),
+    "held_rows": Meaning(
+        "a tensor that the caller does not give has as many rows", "Make it an input, or compute it in the forward."
+    ),
+    "mixing_rows": Meaning(
+        "live rows may depend on padded ones",
+        'If you know that none does, set options={"assume_rows_independent": True}.',
+    ),
+    "rows_returned": Meaning("the number of rows is a result", "Read it from the size of another result."),
+    "input_returned": Meaning(
+        "a result is a view of an input, of which a padded program has a copy", "Return a copy of it."
+    ),
+    "open_number": Meaning(
+        "the size of a tensor depends on a number that is no size of an input", "Compute it from sizes of inputs."
+    ),
+    "unclear_tail": Meaning(
+        "a break writes what may be memory of the caller's, whose padded rows nobody may clear",
+        "Give the break a tensor that the forward makes, or declare writes_every_row=True.",
+    ),
 }
 
 

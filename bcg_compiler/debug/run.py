@@ -1,22 +1,27 @@
-"""Runs a compiled model against eager over many prompts: every result is compared, bit by bit."""
+"""Runs a compiled model against eager over many prompts: every result is compared.
+
+Bit by bit, and where inputs are padded within the tolerance of the dtype: kernels add up in another order in a bucket.
+"""
 
 import copy
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from bcg_compiler.buckets import Ladder
 from bcg_compiler.compat.dynamo_log import Uncompiled, dynamo_log
 from bcg_compiler.debug.compare import Comparison, Difference, compare
 from bcg_compiler.debug.errors import call_eager, model_failed, user_error
+from bcg_compiler.debug.tokens import mark_open, token_dims, tokens
 from bcg_compiler.models.zoo import ZooModel
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
-from bcg_compiler.runtime import counters, programs_of
+from bcg_compiler.runtime import admission, counters, programs_of
 
 #: How many of the lengths are timed, and how often each: after one more call that is not timed, as a program may still
 #: be preparing itself at the second call of a shape.
@@ -37,7 +42,7 @@ class Mismatch:
 class Ran:
     """A plan (``None``: a graph that runs unsplit) with how its program ran, by reason code of the eager runs.
 
-    ``captured_on`` is ``cuda``, ``emulated``, or "" if it was never captured.
+    ``captured_on`` is ``cuda``, ``emulated``, or "" if it was never captured. ``forecast`` and ``measured`` are bytes.
     """
 
     plan: Plan | None
@@ -45,6 +50,8 @@ class Ran:
     captures: int = 0
     replays: int = 0
     captured_on: str = ""
+    forecast: int = 0
+    measured: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,31 +73,34 @@ class Timing:
 class RunReport:
     """What a run saw.
 
-    ``calls``     compared, with ``tensors`` in their results; ``wrong`` of these calls differ
+    ``calls``     compared, with ``tensors`` in their results; ``wrong`` of these calls differ, and ``close`` of them
+                  only within the tolerance
     ``state``     how the model's parameters and buffers differ from those of the eager model after all calls
     ``compiling`` seconds of each call in which a graph was compiled, that call included
+    ``largest``   the largest absolute difference of all, those within the tolerance too
+    ``ladder``    that the model was compiled with, if any
+    ``live``      tokens of the calls that replayed in a bucket, and ``padded`` ones that the buckets added
     """
 
     calls: int
     tensors: int
     wrong: int
+    close: int
     mismatches: tuple[Mismatch, ...]
     state: Comparison
     ran: tuple[Ran, ...]
     uncompiled: Uncompiled
     compiling: tuple[float, ...]
     timing: Timing | None
+    largest: float = 0.0
+    ladder: Ladder | None = None
+    live: int = 0
+    padded: int = 0
 
     @property
     def equal(self) -> bool:
-        """Whether every result, and the state that the calls left, is eager's bit for bit."""
+        """Whether every result, and the state that the calls left, is eager's."""
         return not self.mismatches and self.state.equal
-
-    @property
-    def largest(self) -> float:
-        """The largest absolute difference of all."""
-        found = [m.difference.largest for m in self.mismatches] + [d.largest for d in self.state.differences]
-        return max(found, default=0.0)
 
     def eager_runs(self) -> Counter[str]:
         """Runs of whole programs without replay, by reason code."""
@@ -112,10 +122,12 @@ def compare_with_eager(
     which depend on ``seed``, and the same state of the random generators. Then, if ``timed``, some of the lengths are
     called again and timed; these calls are compared as well. ``progress`` is told how many calls are done.
 
+    With a ladder among the options the number of tokens is left open, and results need only be close to eager's if a
+    graph is padded; see ``compare.TOLERANCES``.
+
     Raises ``OptionError`` and ``RuleError``; ``ModelFailed`` where eager fails; and unchanged what only the compiled
     model raises.
     """
-    Options.parse(options)
     return _Run(built, options, seed, progress).run(lengths, _lengths_to_time(lengths) if timed else [])
 
 
@@ -124,6 +136,8 @@ class _Run:
         self, built: ZooModel, options: Mapping[str, Any] | None, seed: int, progress: Callable[[int, int], None]
     ) -> None:
         self.built = built
+        self.ladder = Options.parse(options).ladder
+        self.open = token_dims(built.make_inputs) if self.ladder is not None else {}
         self.seed = seed
         self.progress = progress
         try:
@@ -131,8 +145,8 @@ class _Run:
         except Exception as error:
             raise model_failed(error, "The model cannot be copied for the comparison with eager") from error
         self.compiled: Any = torch.compile(built.model, backend="bcg", options=dict(options) if options else None)
-        self.calls = self.tensors = self.wrong = 0
-        self.mismatches: list[Mismatch] = []
+        self.calls = self.tensors = self.live = self.padded = 0
+        self.differing: list[Mismatch] = []
         self.compiling: list[float] = []
         self.total = 0
 
@@ -147,16 +161,32 @@ class _Run:
                 self.call(length)
                 seconds += [self.call(length, eager_first=bool(turn % 2)) for turn in range(TIMED_CALLS)]
         programs = [program for program in programs_of(self.compiled) if program not in before]
+        ran = tuple(
+            Ran(p.plan, dict(p.eager_runs), p.captures, p.replays, p.captured_on, p.forecast_bytes, p.measured_bytes)
+            for p in programs
+        )
+        tolerant = any(r.plan is not None and r.plan.padding is not None for r in ran)
+        state = compare(_state(self.built.model), _state(self.reference), "state")
+        mismatches = tuple(m for m in self.differing if not (tolerant and m.difference.close))
+        wrong = {m.call for m in mismatches}
+        left = tuple(d for d in state.differences if not (tolerant and d.close))
         return RunReport(
             calls=self.calls,
             tensors=self.tensors,
-            wrong=self.wrong,
-            mismatches=tuple(self.mismatches),
-            state=compare(_state(self.built.model), _state(self.reference), "state"),
-            ran=tuple(Ran(p.plan, dict(p.eager_runs), p.captures, p.replays, p.captured_on) for p in programs),
+            wrong=len(wrong),
+            close=len({m.call for m in self.differing} - wrong),
+            mismatches=mismatches,
+            state=replace(state, differences=left),
+            ran=ran,
             uncompiled=log.uncompiled(),
             compiling=tuple(self.compiling),
             timing=_timing(seconds, timed),
+            largest=max(
+                [m.difference.largest for m in self.differing] + [d.largest for d in state.differences] + [0.0]
+            ),
+            ladder=self.ladder,
+            live=self.live,
+            padded=self.padded,
         )
 
     def call(self, length: int, eager_first: bool = True) -> tuple[float, float]:
@@ -164,6 +194,7 @@ class _Run:
         seed = self.seed + self.calls
         inputs = self.built.make_inputs(length, torch.Generator().manual_seed(seed))
         given = copy.deepcopy(inputs)
+        mark_open(inputs, self.open)
 
         def eager() -> tuple[Any, float]:
             return _timed(lambda: call_eager(self.reference, given, length), seed)
@@ -171,22 +202,29 @@ class _Run:
         def compiled() -> tuple[Any, float]:
             return _timed(lambda: self.call_compiled(inputs), seed)
 
-        graphs = counters.graphs
+        graphs, replays = counters.graphs, self.padded_replays()
         if eager_first:
             (expected, eager_seconds), (got, seconds) = eager(), compiled()
         else:
             (got, seconds), (expected, eager_seconds) = compiled(), eager()
         if counters.graphs > graphs:
             self.compiling.append(seconds)
+        if self.padded_replays() > replays:
+            rows = tokens(inputs, self.open)
+            self.live += rows
+            self.padded += (admission(self.compiled, rows=rows).bucket or rows) - rows
         results = compare(got, expected)
         written = compare(inputs, given, "inputs")  # a model may write into what it is given
         differences = (*results.differences, *written.differences)
         self.tensors += results.tensors
-        self.wrong += bool(differences)
-        self.mismatches += [Mismatch(self.calls, length, difference) for difference in differences]
+        self.differing += [Mismatch(self.calls, length, difference) for difference in differences]
         self.calls += 1
         self.progress(self.calls, self.total)
         return seconds, eager_seconds
+
+    def padded_replays(self) -> int:
+        """How often programs have replayed that pad their inputs."""
+        return sum(p.replays for p in programs_of(self.compiled) if p.plan is not None and p.plan.padding is not None)
 
     def call_compiled(self, inputs: dict[str, Any]) -> Any:
         try:

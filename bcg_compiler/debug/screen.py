@@ -1,10 +1,7 @@
 """Plans and reports for a terminal."""
 
 import os
-import re
-import site
 import statistics
-import sysconfig
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
@@ -16,19 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
+from bcg_compiler.debug.padded import about_padding, ladder_use, unpadded_view
 from bcg_compiler.debug.reasons import meaning, meaning_of_eager_run, remedies
 from bcg_compiler.debug.run import Ran, RunReport
-from bcg_compiler.facts.node import RowVerdict, Source
+from bcg_compiler.debug.words import MOST_INPUTS, MOST_LINES, common_text, count, indented, short_path, some
+from bcg_compiler.facts.node import Source
 from bcg_compiler.plan import Plan, Step, StepReason
 
 #: A pattern of steps that comes at least this often in a row is shown once.
 FOLD_FROM = 3
 
-#: How many are listed: mismatches, lines of code for one sentence, operations of one break, inputs of one graph.
+#: How many are listed: mismatches, operations of one break.
 MOST_MISMATCHES = 10
-MOST_LINES = 6
 MOST_OPS = 5
-MOST_INPUTS = 5
 
 
 class Block(NamedTuple):
@@ -59,28 +56,6 @@ def _repeats(keys: Sequence[Hashable], start: int, period: int) -> int:
     while keys[start : start + period] == keys[start + repeats * period : start + (repeats + 1) * period]:
         repeats += 1
     return repeats
-
-
-def common_text(texts: Sequence[str]) -> str:
-    """One text for several that differ in their numbers: ``layers.3.mlp`` to ``layers.60.mlp`` is
-    ``layers.{3…60}.mlp``.
-    """
-    parts = [re.split(r"(\d+)", text) for text in texts]
-    if len({tuple(part[::2]) for part in parts}) > 1:
-        return texts[0]
-    merged = []
-    for column in zip(*parts, strict=True):
-        merged.append(column[0] if len(set(column)) == 1 else f"{{{column[0]}…{column[-1]}}}")
-    return "".join(merged)
-
-
-def short_path(file: str) -> str:
-    """The path from the folder of packages or from the current folder on, if the file is in one of them."""
-    roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages(), os.getcwd()]
-    for root in roots:
-        if file.startswith(root.rstrip(os.sep) + os.sep):
-            return os.path.relpath(file, root)
-    return file
 
 
 # -- plans ------------------------------------------------------------------------------------------------------
@@ -130,11 +105,7 @@ def _span(step: Step) -> str:
 def _ops(step: Step) -> str:
     """The operations that are why the step is a break."""
     names = dict.fromkeys(r.op for r in step.reasons if r.code != "small_segment") or {n.op: None for n in step.nodes}
-    return ", ".join(_some(list(names), MOST_OPS))
-
-
-def _some(names: list[str], most: int) -> list[str]:
-    return names if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return ", ".join(some(list(names), MOST_OPS))
 
 
 def plan_summary(plan: Plan) -> str:
@@ -152,7 +123,7 @@ def plan_inputs(plan: Plan) -> str:
     given = [values[ordinal] for ordinal in plan.inputs]
     tensors = [str(spec) for value in given if value.kind == "input" for spec in value.specs]
     held = sum(value.kind == "static" for value in given)
-    return ", ".join([*_some(tensors, MOST_INPUTS), f"{count(held, 'tensor')} of the model"])
+    return ", ".join([*some(tensors, MOST_INPUTS), f"{count(held, 'tensor')} of the model"])
 
 
 def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
@@ -168,8 +139,8 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
             title.append(plan_summary(plan) if plan else "runs unsplit")
             parts.append(title)
             about = ([f"inputs: {plan_inputs(plan)}"] if plan else []) + list(runs[number : number + 1])
-            parts.append(_indented(2, Text("; ".join(about), style="dim")))
-            parts += [_indented(2, Text(_about_rows(rows), style="dim")) for rows in (plan.rows if plan else ())]
+            parts.append(indented(2, Text("; ".join(about), style="dim")))
+            parts += [indented(2, Text(line, style="dim")) for line in (about_padding(plan) if plan else ())]
         last = plans[numbers[-1]]
         if last is None or not last.steps:
             parts.append(Text())
@@ -178,17 +149,6 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
                 parts.append(Text(f"  Their steps are the same; those of graph {numbers[-1] + 1}:", style="dim"))
             parts.append(Padding(steps_table(last), (0, 0, 1, 2), expand=False))
     return Group(*parts)
-
-
-def _about_rows(rows: RowVerdict) -> str:
-    """Whether inputs may be padded along one of their sizes, in a sentence."""
-    if rows.kind == "row_wise":
-        return "rows: padding never reaches live rows, whatever it holds"
-    if rows.kind == "causal":
-        return "rows: padding never reaches live rows as long as it is finite (causal)"
-    where = f" in {rows.module}" if rows.module else ""
-    line = f" ({short_path(rows.source.file)}:{rows.source.line})" if rows.source else ""
-    return f"rows: padding may reach live rows: {rows.text}: {rows.op}{where}{line}"
 
 
 def _alike(plans: Sequence[Plan | None]) -> list[list[int]]:
@@ -220,7 +180,7 @@ def breaks_view(plans: Sequence[Plan | None]) -> Group:
         title.append(f" {count(len(found), 'time')}: {meaning(code).why}", style="not bold default")
         parts += [title, *_reason_lines(found)]
         for remedy in remedies(found):
-            parts.append(_indented(2, Text.assemble(("To remove it: ", "green"), remedy)))
+            parts.append(indented(2, Text.assemble(("To remove it: ", "green"), remedy)))
         parts.append(Text())
     return Group(*parts)
 
@@ -228,7 +188,7 @@ def breaks_view(plans: Sequence[Plan | None]) -> Group:
 def _reason_lines(reasons: list[StepReason]) -> Iterator[RenderableType]:
     """Each sentence once, with the lines it is about and the modules at each line."""
     for text in dict.fromkeys(r.text for r in reasons):
-        yield _indented(2, Text(text))
+        yield indented(2, Text(text))
         places: dict[Source | None, list[str]] = {}
         for reason in reasons:
             if reason.text == text:
@@ -236,11 +196,11 @@ def _reason_lines(reasons: list[StepReason]) -> Iterator[RenderableType]:
         for source, modules in list(places.items())[:MOST_LINES]:
             where = common_text(list(dict.fromkeys(modules))) or "the model itself"
             line = f"{short_path(source.file)}:{source.line}" if source else "unknown line"
-            yield _indented(4, Text(f"{line}, in {where}", style="cyan"))
+            yield indented(4, Text(f"{line}, in {where}", style="cyan"))
             if source and source.code:
-                yield _indented(6, Text(source.code, style="dim"))
+                yield indented(6, Text(source.code, style="dim"))
         if (rest := len(places) - MOST_LINES) > 0:
-            yield _indented(4, Text(f"and {count(rest, 'line')} more", style="cyan"))
+            yield indented(4, Text(f"and {count(rest, 'line')} more", style="cyan"))
 
 
 # -- Dynamo -----------------------------------------------------------------------------------------------------
@@ -277,7 +237,7 @@ def _place(place: CodePlace) -> RenderableType:
         text.append(f" {place.name}")
     if place.detail:
         text.append(f" (last recompiled because: {place.detail})", style="dim")
-    return _indented(4, text)
+    return indented(4, text)
 
 
 # -- a run ------------------------------------------------------------------------------------------------------
@@ -292,6 +252,9 @@ def report_view(report: RunReport) -> Group:
         parts.append(Text("Nothing was compiled: Dynamo found no graph in the model.", style="bold red"))
     if any(plan and plan.breaks for plan in plans):
         parts.append(breaks_view(plans))
+    parts.append(unpadded_view(plans))
+    if report.ladder is not None:
+        parts += [*ladder_use(report), Text()]
     parts.append(uncompiled_view(report.uncompiled))
     captures, replays = sum(ran.captures for ran in report.ran), sum(ran.replays for ran in report.ran)
     for device in sorted({ran.captured_on for ran in report.ran} - {""}):
@@ -334,7 +297,7 @@ def _times(report: RunReport) -> Iterator[RenderableType]:
             f"Medians over {count(len(timing.compiled), 'pair')} of calls, compiled and eager in turn, at lengths "
             f"{lengths}. The first two calls of each length are not counted."
         )
-        yield _indented(2, Text(how, style="dim"))
+        yield indented(2, Text(how, style="dim"))
 
 
 def _verdict(report: RunReport) -> Iterator[RenderableType]:
@@ -350,8 +313,12 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
         tensors = (
             f"{count(report.tensors, 'result tensor')}, {count(report.state.tensors, 'tensor')} of the model afterwards"
         )
+        how = "bit for bit"
+        if report.largest:
+            how = f"{report.calls - report.close} bit for bit and {report.close} within the tolerance of the dtype"
         yield Text(
-            f"EQUAL  {report.calls} of {count(report.calls, 'call')}, bit for bit ({tensors}). Largest difference: 0.",
+            f"EQUAL  {report.calls} of {count(report.calls, 'call')}, {how} ({tensors}). "
+            f"Largest difference: {report.largest:.3g}.",
             style="bold green",
         )
         if report.uncompiled:
@@ -363,7 +330,12 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
         f"Largest absolute difference: {_gap(report.largest)}.",
         style="bold red",
     )
-    yield Text("Segments run the same kernels as eager, so every bit must be equal; no difference is tolerated.")
+    if any(ran.plan and ran.plan.padding for ran in report.ran):
+        yield Text(
+            "Kernels add up in another order in a bucket: so much is tolerated as the dtype rounds, and no more."
+        )
+    else:
+        yield Text("Segments run the same kernels as eager, so every bit must be equal; no difference is tolerated.")
 
 
 def _gap(largest: float) -> str:
@@ -375,10 +347,6 @@ def _milliseconds(seconds: Sequence[float]) -> str:
     return f"{median:.3g} ms" if median < 1000 else f"{median:.0f} ms"
 
 
-def _indented(columns: int, text: Text) -> Padding:
-    return Padding(text, (0, 0, 0, columns), expand=False)
-
-
 def header(**lines: str) -> Table:
     """Named lines, one below the other."""
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -386,11 +354,6 @@ def header(**lines: str) -> Table:
         if text:
             table.add_row(Text(name, style="dim"), Text(text))
     return table
-
-
-def count(number: int, name: str) -> str:
-    """``1 break``, ``2 breaks``."""
-    return f"{number:,} {name}" + ("" if number == 1 else "s")
 
 
 def console(stderr: bool = False) -> Console:

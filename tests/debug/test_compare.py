@@ -58,6 +58,34 @@ def test_compare(got: Any, expected: Any, largest: float | None) -> None:
     assert [difference.largest for difference in found.differences] == ([] if largest is None else [largest])
 
 
+@pytest.mark.parametrize(
+    ("got", "expected", "close"),
+    [
+        (
+            tensor(1000.0, 1e-3),
+            tensor(1000.0, 2e-3),
+            True,
+        ),  # over the largest number: small ones are left of large ones
+        (tensor(1.0, 1e-3), tensor(1.0, 2e-3), False),
+        (tensor(0.0), tensor(-0.0), True),
+        (tensor(INF, 2.0), tensor(INF, 2.0 + 1e-6), True),
+        (tensor(INF, 2.0), tensor(INF, 3.0), False),
+        (tensor(1, NAN), tensor(1, 2), False),
+        (tensor(1, INF), tensor(1, 2), False),
+        (tensor(1, 2), tensor(1, 2, 3), False),
+        (tensor(1.0, dtype=torch.bfloat16), tensor(1.0078125, dtype=torch.bfloat16), True),
+        (tensor(1.0, dtype=torch.float16), tensor(1.0078125, dtype=torch.float16), False),
+        (torch.tensor([1000000]), torch.tensor([1000001]), False),
+        (torch.tensor([True]), torch.tensor([False]), False),
+        (tensor(1.0, dtype=torch.float8_e4m3fn), tensor(1.125, dtype=torch.float8_e4m3fn), False),
+        (3.0, 3.0000001, False),
+    ],
+)
+def test_what_is_close(got: Any, expected: Any, close: bool) -> None:
+    (found,) = compare(got, expected).differences
+    assert found.close == close
+
+
 def test_every_tensor_of_a_nested_result_is_compared_and_named() -> None:
     got = Output(tensor(1), {"k": [tensor(2), (tensor(3), 7)]})
     expected = Output(tensor(1), {"k": [tensor(2), (tensor(4), 8)]})

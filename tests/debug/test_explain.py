@@ -11,6 +11,7 @@ import bcg_compiler as bcg
 from bcg_compiler.debug import screen
 from bcg_compiler.debug.explain import Explanation, plan_model
 from bcg_compiler.debug.reasons import BREAKS, meaning
+from bcg_compiler.debug.words import common_text
 from bcg_compiler.models import zoo
 from bcg_compiler.plan import plan_text
 from bcg_compiler.runtime import programs_of
@@ -105,9 +106,9 @@ def test_fold(keys: str, blocks: list[tuple[int, int, int]]) -> None:
 
 
 def test_common_text_shows_the_range_of_the_numbers() -> None:
-    assert screen.common_text(["a.3.b", "a.4.b", "a.5.b"]) == "a.{3…5}.b"
-    assert screen.common_text(["a.3.b1 → a.4.c", "a.4.b1 → a.5.c"]) == "a.{3…4}.b1 → a.{4…5}.c"
-    assert screen.common_text(["a.3.b", "head"]) == "a.3.b"
+    assert common_text(["a.3.b", "a.4.b", "a.5.b"]) == "a.{3…5}.b"
+    assert common_text(["a.3.b1 → a.4.c", "a.4.b1 → a.5.c"]) == "a.{3…4}.b1 → a.{4…5}.c"
+    assert common_text(["a.3.b", "head"]) == "a.3.b"
 
 
 def test_every_break_code_has_a_meaning_and_an_unknown_one_is_shown_as_it_is() -> None:
