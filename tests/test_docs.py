@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+import bcg_compiler as bcg
 from bcg_compiler.buckets.admission import Refusal
-from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS
+from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS, UNPADDED
 from bcg_compiler.plan.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
     text = (ROOT / "docs/reasons.md").read_text()
     in_docs = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     of_segments = {"capturable", "moved"}
-    assert set(in_docs) == {*BREAKS, *EAGER_RUNS, *(rule.code for rule in RULES), *of_segments}
+    assert set(in_docs) == {*BREAKS, *EAGER_RUNS, *UNPADDED, *(rule.code for rule in RULES), *of_segments}
     assert set(get_args(Refusal)) <= set(EAGER_RUNS)
     assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in RULES)
 
@@ -36,3 +37,14 @@ def test_examples_of_admission_print_what_they_say(capsys: pytest.CaptureFixture
         exec(example, {})
         said = " ".join(re.findall(r"^# (.*)$", example, re.MULTILINE))
         assert " ".join(capsys.readouterr().out.split()) == said
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ladders.md"])
+def test_the_example_of_a_ladder_replays_every_prompt(page: str) -> None:
+    pytest.importorskip("transformers")
+    (example,) = (e for e in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL) if "zoo" in e)
+    bcg.reset()
+    made: dict[str, Any] = {}
+    exec(example, made)
+    stats = bcg.stats(made["compiled"])
+    assert (stats.graphs, stats.replays, stats.eager_runs) == (1, len(made["prompts"]), {"warm_up": 1})
