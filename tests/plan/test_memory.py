@@ -127,7 +127,7 @@ def only_segment(fn: Callable[..., Any], *calls: Tensor) -> tuple[Plan, Callable
 
     def backend(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graph = collect_facts(module, example_inputs)
-        plan = build_plan(graph, run_passes(graph, Options()), 1)
+        plan = build_plan(graph, run_passes(graph, Options()), Options(min_segment_kernels=1))
         lowered = lower(graph, plan, "<test>")
         made.append((plan, lowered))
 
@@ -203,7 +203,7 @@ def test_only_what_lies_on_the_graphs_device_counts() -> None:
         return module.forward
 
     torch.compile(lambda x, y: (x + 1, y + 2), backend=backend)(torch.ones(2, 8, device="meta"), x(5, 5))
-    plan = build_plan(graphs[0], run_passes(graphs[0], Options()), 1)
+    plan = build_plan(graphs[0], run_passes(graphs[0], Options()), Options(min_segment_kernels=1))
     assert plan.device == "meta"
     assert [a.bytes for step in plan.steps for a in step.allocations] == ["64"]
 
