@@ -11,7 +11,7 @@ from bcg_compiler.compat.fake import is_data_symbol, size_expression, storage_ke
 from bcg_compiler.compat.recorder import Recorded
 from bcg_compiler.facts.node import NodeFacts, RowVerdict
 from bcg_compiler.facts.row_rules import Operation, Rule, rule_for
-from bcg_compiler.facts.rows import Axis, Mixed, MixesError, Rows, Sizes, grows, is_settled
+from bcg_compiler.facts.rows import Axis, Mixed, MixesError, Rows, Sizes, grows, is_settled, leads
 
 #: A node as it was recorded: its facts, the operations it dispatched, its arguments and its result.
 Ran = tuple[Node, NodeFacts, Sequence[Recorded], Any, Any]
@@ -84,6 +84,8 @@ class _Proof:
         state = self.known.get(id(value)) or self._by_shape(value)
         if isinstance(state, Rows) and not is_settled(state):
             return Mixed(self.here, "the last rows of a result are made of padded ones")
+        if isinstance(state, Rows) and not leads(state):
+            return Mixed(self.here, "a reshape has merged the rows of a result with another dimension, behind it")
         return state
 
     # -- operations
@@ -153,6 +155,9 @@ class _Proof:
         known = [] if mixed else [self._rows(t) for t in tensors]
         if not all(map(is_settled, known)):
             mixed = Mixed(self.here, f"the last rows that break {spec.name} is given are made of padded ones")
+        if not all(map(leads, known)):
+            text = f"a reshape has merged the rows that break {spec.name} is given with another dimension, behind it"
+            mixed = Mixed(self.here, text)
         causal = any(rows.causal for rows in known)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

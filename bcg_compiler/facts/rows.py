@@ -148,6 +148,11 @@ def is_settled(value: Rows) -> bool:
     return all(axis.live is None or same(axis.live, axis.size) for dim in value.dims for axis in dim)
 
 
+def leads(value: Rows) -> bool:
+    """Whether what is live comes first in each dimension: not so where rows are repeated within a merged one."""
+    return not any(axis.live is not None for dim in value.dims for axis in dim[1:])
+
+
 def reshape(value: Rows, sizes: list[Size]) -> Rows:
     """The dimensions that a reshape gives: axes are merged, and axes that do not grow may be split.
 
