@@ -104,6 +104,22 @@ def own_inference(value: Tensor) -> Tensor:
         return own(value)
 
 
+def own_rows(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy of the live rows of a value, with the strides that eager code gives them: those of the bucket differ."""
+    part = value
+    for dim, stride in enumerate(strides):
+        if stride == 0 and part.shape[dim] > 1:
+            part = part.narrow(dim, 0, 1)
+    copy = torch.empty_strided(part.shape, strides, dtype=value.dtype, device=value.device)
+    return copy.copy_(part).as_strided(value.shape, strides)
+
+
+def own_rows_inference(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy as ``own_rows`` makes it, for a value that eager code makes in inference mode."""
+    with torch.inference_mode():
+        return own_rows(value, strides)
+
+
 def is_inference(value: Tensor) -> bool:
     """Whether eager code makes the value in an inference region of the graph's own."""
     return value.is_inference() or getattr(value, "bcg_inference", False)

@@ -103,12 +103,26 @@ class Pads:
         """The functions that the expressions call."""
         cleared = [value for step in self._plan.steps for _, value in step.tails]
         cut = (*(slot.ordinal for slot in self._plan.slots), *self._plan.outputs, *cleared)
-        lives = " ".join(live for ordinal in cut for _, live, _ in self._cuts(ordinal))
-        return {name: function for name, function in FUNCTIONS.items() if f"{name}(" in lives}
+        lives = [live for ordinal in cut for _, live, _ in self._cuts(ordinal)]
+        lives += [self.strides(ordinal) for ordinal in self._plan.outputs if self._cuts(ordinal)]
+        return {name: function for name, function in FUNCTIONS.items() if f"{name}(" in " ".join(lives)}
 
     def live(self, ordinal: int) -> str:
         """What to put behind the expression of a result to get its live rows; "" if it has no others."""
         return _narrowed(self._cuts(ordinal))
+
+    def cut(self, ordinal: int) -> str:
+        """The keyword that says how a cut result looks: ``dense`` where strides are others for other rows."""
+        if not self._cuts(ordinal):
+            return ""
+        symbol = self._bucket.symbol if self._bucket is not None else ""
+        dense = any(symbol in symbols_in(stride) for stride in self._values[ordinal].specs[0].strides)
+        return ', cut="dense"' if dense else ', cut="strided"'
+
+    def strides(self, ordinal: int) -> str:
+        """The expression for the strides of a result's live rows, as eager code makes them."""
+        assert self._bucket is not None
+        return "(" + "".join(f"{self._bucket.live(s)}, " for s in self._values[ordinal].specs[0].strides) + ")"
 
     def _cuts(self, ordinal: int) -> list[Cut]:
         specs = self._values[ordinal].specs

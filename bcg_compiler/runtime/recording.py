@@ -196,12 +196,14 @@ def _stand_in(
                 memory.fill_bridge(bridges[ordinal], made[position], f"The capture_stub of break {stub.name!r}")
 
 
-def _own(name: str, value: Tensor, live: str) -> str:
-    """The expression that copies the live rows of a value for the caller."""
+def _own(name: str, value: Tensor, live: str, strides: str) -> str:
+    """The expression that copies the live rows of a value for the caller; ``strides`` are those of live rows."""
     if memory.is_inference(value):
-        return f"own_inference({name}{live})"
+        return f"own_rows_inference({name}{live}, {strides})" if live else f"own_inference({name})"
     # What is cut is no longer dense: a clone of it is, like the value of eager code.
-    return f"{name}{live}.clone()" if live or memory.clone_keeps_strides(value) else f"own({name})"
+    if memory.clone_keeps_strides(value):
+        return f"{name}{live}.clone()"
+    return f"own_rows({name}{live}, {strides})" if live else f"own({name})"
 
 
 @contextmanager
@@ -243,6 +245,8 @@ class _Results:
         self._bound: dict[str, Any] = {
             "own": memory.own,
             "own_inference": memory.own_inference,
+            "own_rows": memory.own_rows,
+            "own_rows_inference": memory.own_rows_inference,
             "own_if": self._own_if(),
             "view_of": memory.view_of,
         }
@@ -261,8 +265,7 @@ class _Results:
             if ordinal in unknown:
                 copies = "None" if len(unknown) == 1 else "(copies := {})" if ordinal == unknown[0] else "copies"
                 arguments = "".join(f", a{o}" for o in self._slots)
-                copied = f"{live}.clone()" if live else ""  # a view would keep the rows of the bucket alive
-                found[ordinal] = f"own_if({copies}, v{ordinal}{arguments}){copied}"
+                found[ordinal] = f"own_if({copies}, v{ordinal}{live}{arguments}{self._pads.cut(ordinal)})"
             elif not isinstance(value, Tensor):
                 continue
             elif (owner := self._owner(value)) is not None:
@@ -270,7 +273,7 @@ class _Results:
             elif self._outputs == "alias":
                 found[ordinal] = f"v{ordinal}{live}"
             else:
-                found[ordinal] = _own(f"v{ordinal}", value, live)
+                found[ordinal] = _own(f"v{ordinal}", value, live, self._pads.strides(ordinal) if live else "")
                 if _is_memory(value):
                     shared.setdefault(_storage(value), []).append(ordinal)
         for ordinals in shared.values():
@@ -317,13 +320,15 @@ class _Results:
     def _own_if(self) -> Callable[..., Any]:
         """For what a break made: copied if it lies in memory of the program, a view of the argument if in a slot.
 
-        ``copies`` holds one copy for each storage, where several results may share one.
+        ``copies`` holds one copy for each storage, where several results may share one. ``cut``: it is the live part.
         """
         fixed = frozenset(_storage(t) for t in self._known.values() if _is_memory(t))
         fixed -= {_storage(t) for t in self._args.values() if _is_memory(t)}  # views of parameters and buffers
         slots = {_storage(slot): (i, slot) for i, slot in enumerate(self._slots.values()) if _is_memory(slot)}
 
-        def own_if(copies: dict[int | None, torch.UntypedStorage] | None, value: Any, *arguments: Tensor) -> Any:
+        def own_if(
+            copies: dict[int | None, torch.UntypedStorage] | None, value: Any, *arguments: Tensor, cut: str = ""
+        ) -> Any:
             if isinstance(value, (list, tuple)):
                 return type(value)(own_if(copies, item, *arguments) for item in value)
             if not _is_memory(value):
@@ -331,11 +336,14 @@ class _Results:
             storage = _storage(value)
             if storage in slots:
                 position, slot = slots[storage]
-                return memory.view_of(arguments[position], memory.View.of(value, slot))
-            if storage not in fixed:
+                if not cut or arguments[position].stride() == slot.stride():
+                    return memory.view_of(arguments[position], memory.View.of(value, slot))
+                if value.shape == arguments[position].shape and value.stride() == slot.stride():
+                    return memory.alias(arguments[position])
+            if storage not in fixed and (copies is not None or not cut):
                 return value
-            if copies is None:
-                return memory.own(value)
+            if copies is None:  # a view would keep the rows of the bucket alive
+                return value.clone() if cut == "dense" else memory.own(value)
             if storage not in copies:
                 copies[storage] = memory.own_storage(value)
             return memory.in_storage(copies[storage], memory.View.of(value))
