@@ -144,10 +144,14 @@ class _Builder:
                     continue
                 if given.ordinal in bridges or not given.results & self.graph.outside:
                     yield facts.ordinal, given.ordinal
-            for user in (node, *node.users):
+            # A break function gives a list, whose items are nodes of their own.
+            for user in node.users if isinstance(node.target, BoundBreak) else (node, *node.users):
                 made = self.graph.facts.get(user)
-                if made is None or made.group != facts.group or not user.users or len(made.specs) != 1:
+                if made is None or made.group != facts.group or len(made.specs) != 1:
                     continue
+                readers = [self.graph.facts.get(reader) for reader in user.users]
+                if made.ordinal not in bridges and all(f is None or f.opaque for f in readers):
+                    continue  # bodies read live rows, and results are cut
                 if made.results & facts.fresh and has_rows(map(self.symbols.spec, made.specs), symbol):
                     yield made.ordinal, made.ordinal
 

@@ -96,7 +96,11 @@ class Pads:
         found: dict[int, list[str]] = {}
         for step in self._plan.steps if self._bucket is not None else ():
             for node, value in step.tails:
-                found.setdefault(node, []).extend(f"v{value}{_behind(cut)}.zero_()" for cut in self._cuts(value))
+                lines = found.setdefault(node, [])
+                if node == value:  # a result: its memory may be the body's own, which keeps what is in it
+                    bridge = f"fill_bridge(bridge_{value}, v{value}); v{value} = bridge_{value}"
+                    lines.append(bridge if value in self._plan.bridges else f"v{value} = v{value}.clone()")
+                lines += [f"v{value}{_behind(cut)}.zero_()" for cut in self._cuts(value)]
         return found
 
     def functions(self) -> dict[str, Callable[..., Any]]:
