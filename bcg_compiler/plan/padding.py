@@ -87,6 +87,17 @@ def _no_token_dim(wanted: int | str | None) -> str:
     )
 
 
+def token_place(options: Options, plan: Plan) -> tuple[int, int] | None:
+    """(ordinal, dimension) of an input whose size is the number of tokens, where a ladder is used or could not be;
+    ``None`` without a ladder, and where nothing says which it is.
+    """
+    if plan.padding is not None or options.ladder is None:
+        return plan.padding.place if plan.padding is not None else None
+    inputs = {value.ordinal: value for value in plan.values if value.ordinal in plan.inputs}
+    verdict = _of_tokens(options.token_dim, inputs, plan.rows)
+    return verdict.inputs[0] if verdict is not None else None
+
+
 def slot_policy(options: Options, value: Value, padding: Padding | None) -> SlotPolicy:
     """The policy of one slot. Raises ``OptionError`` for one that its input cannot have."""
     policy = options.slots.get(value.name) or options.slots.get(value.argument) or SlotPolicy()

@@ -25,6 +25,7 @@ from bcg_compiler.lower import Lowered, UnitCompiler
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Step
 from bcg_compiler.plan.memory import forecast_ladder
+from bcg_compiler.plan.padding import token_place
 from bcg_compiler.plan.sizes import evaluate
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.arena import Arena
@@ -117,6 +118,13 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         if not self._counted:
             self._count_plan()
+        if self._rows_at is None:
+            return self._call_alone(args)
+        position, dim = self._rows_at
+        with forward_context(live_rows=args[position].shape[dim]):
+            return self._call_alone(args)
+
+    def _call_alone(self, args: tuple[Any, ...]) -> Any:
         # Nobody waits: a body may wait for a thread that calls this program, or be called by another program's body.
         if not self._lock.acquire(blocking=False):
             return self._eagerly("busy", args)
@@ -179,35 +187,34 @@ class Program:
             self._examples[others] = self._example(args)
             self._grad = torch.is_grad_enabled()  # the same at each call: Dynamo guards on it
         self._others = others
-        with forward_context(live_rows=rows):
-            admission = self._admission(rows, others)
-            if admission.bucket is None:
-                return self._eagerly(admission.reason, args)
-            bucket = sizes.bucket(admission.bucket, others)
-            shape = self._bucket_key(bucket)
-            place = self._place_of(args)
-            capture = place.captures.get(shape)
-            if (capture is None or self._written) and self._overlapping(args):
-                return self._eagerly("input_overlap", args)
-            if capture is not None:
-                return self._replay(capture, args)
-            if self.complete and self._options.on_late_capture == "eager":
-                return self._eagerly("late_capture", args)
-            if self.complete and self._options.on_late_capture == "error":
-                raise LateCaptureError(
-                    f"A call with {rows} rows needs a capture of bucket {admission.bucket}, after bcg.capture had "
-                    f"captured all. Its parameters have moved, or its other sizes, {others}, are new. Capture again, "
-                    f"or compile with options={{'on_late_capture': 'eager'}}."
-                )
-            if self.kept_captures >= max(self._options.max_captures, len(sizes.padding.buckets)):
-                return self._eagerly("capture_limit", args)
-            if self._warm:
-                capture = self._capture(place, shape, args, self._forms(bucket), bucket)
-                return self._call(args) if capture is None else self._replay(capture, args)
-            result = self._warm_up(None, args)
-            if self._never is None and self._sizes_open is sizes:
-                self._capture(place, shape, args, self._forms(bucket), bucket)
-            return result
+        admission = self._admission(rows, others)
+        if admission.bucket is None:
+            return self._eagerly(admission.reason, args)
+        bucket = sizes.bucket(admission.bucket, others)
+        shape = self._bucket_key(bucket)
+        place = self._place_of(args)
+        capture = place.captures.get(shape)
+        if (capture is None or self._written) and self._overlapping(args):
+            return self._eagerly("input_overlap", args)
+        if capture is not None:
+            return self._replay(capture, args)
+        if self.complete and self._options.on_late_capture == "eager":
+            return self._eagerly("late_capture", args)
+        if self.complete and self._options.on_late_capture == "error":
+            raise LateCaptureError(
+                f"A call with {rows} rows needs a capture of bucket {admission.bucket}, after bcg.capture had "
+                f"captured all. Its parameters have moved, or its other sizes, {others}, are new. Capture again, "
+                f"or compile with options={{'on_late_capture': 'eager'}}."
+            )
+        if self.kept_captures >= max(self._options.max_captures, len(sizes.padding.buckets)):
+            return self._eagerly("capture_limit", args)
+        if self._warm:
+            capture = self._capture(place, shape, args, self._forms(bucket), bucket)
+            return self._call(args) if capture is None else self._replay(capture, args)
+        result = self._warm_up(None, args)
+        if self._never is None and self._sizes_open is sizes:
+            self._capture(place, shape, args, self._forms(bucket), bucket)
+        return result
 
     def _bucket_key(self, bucket: Bucket) -> Any:
         return attention_kernels() if self._attends else None, bucket.rows, bucket.others
@@ -557,6 +564,8 @@ class Program:
             for o in plan.inputs
             if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
         ]
+        place = token_place(self._options, plan)
+        self._rows_at = (positions[place[0]], place[1]) if place is not None else None
         padding = plan.padding if self._never is None else None
         self._sizes_open = Sizes(plan, padding) if padding is not None else None
         if padding is not None:
