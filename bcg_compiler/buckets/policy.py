@@ -1,10 +1,12 @@
 """What stands in the padded rows of a slot."""
 
 from dataclasses import dataclass
-from numbers import Number
+from numbers import Integral, Real
 from typing import Literal
 
 from bcg_compiler.errors import OptionError
+
+Kind = Literal["zero", "sentinel", "keep", "once"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class SlotPolicy:
                   For inputs without rows
     """
 
-    kind: Literal["zero", "sentinel", "keep", "once"] = "zero"
+    kind: Kind = "zero"
     value: float | int | bool = 0
 
     @classmethod
@@ -29,8 +31,11 @@ class SlotPolicy:
             return given
         if given in ("zero", "keep", "once"):
             return cls(given)
-        if isinstance(given, Number) and not isinstance(given, complex):
-            return cls("sentinel", given)  # type: ignore[arg-type]
+        # A number of NumPy, say: what the program writes is Python's own.
+        if isinstance(given, Integral):
+            return cls("sentinel", given if isinstance(given, bool) else int(given))
+        if isinstance(given, Real):
+            return cls("sentinel", float(given))
         raise OptionError(
             f"Option 'slots' gives {given!r} for {name!r}; it must be 'zero', 'keep', 'once', or a number that padded "
             f"rows are filled with."

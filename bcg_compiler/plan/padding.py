@@ -3,7 +3,12 @@
 What stands here are necessities that no word of the user's overrides; the proof about rows is that of ``facts.rows``.
 """
 
+import cmath
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+
+import torch
 
 from bcg_compiler.buckets import SlotPolicy
 from bcg_compiler.errors import OptionError, nearest
@@ -109,11 +114,36 @@ def slot_policy(options: Options, value: Value, padding: Padding | None) -> Slot
             f"Option 'slots' gives 'once' for {label(value)}, which has other rows at each call. 'once' is for inputs "
             f"that hold the same values at each call."
         )
+    if policy.kind == "once" and any(map(symbols_in, (*value.specs[0].shape, *value.specs[0].strides))):
+        raise OptionError(
+            f"Option 'slots' gives 'once' for {label(value)}, which is of other sizes from call to call. 'once' is for "
+            f"inputs that hold the same values at each call."
+        )
     if policy.kind != "once" and not rows:
         raise OptionError(
             f"Option 'slots' gives {str(policy)!r} for {label(value)}, which has no padded rows. Drop it."
         )
+    if policy.kind == "sentinel":
+        _check_sentinel(policy.value, value, padding)
     return policy
+
+
+def _check_sentinel(number: float, value: Value, padding: Padding) -> None:
+    dtype = getattr(torch, value.specs[0].dtype)
+    try:
+        held = torch.zeros(1, dtype=dtype).fill_(number).item()
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        held = None
+    exact = dtype.is_floating_point or dtype.is_complex
+    if held is None or (not exact and held != number) or (exact and math.isfinite(number) and not cmath.isfinite(held)):
+        raise OptionError(
+            f"Option 'slots' gives {number!r} for {label(value)}, which a tensor of {value.specs[0].dtype} cannot hold."
+        )
+    if padding.proof == "causal" and not math.isfinite(number):
+        raise OptionError(
+            f"Option 'slots' gives {number!r} for {label(value)}, and padded rows of this graph are safe only while "
+            f"they are finite (causal). Give a finite number."
+        )
 
 
 def check_rules(options: Options, plan: Plan) -> tuple[BrokenRule, ...]:

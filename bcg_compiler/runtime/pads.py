@@ -1,5 +1,6 @@
 """The statements of a replay that have to do with padded rows: fills, cleared tails, results that are cut."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ class Pads:
         cuts = self._cuts(slot.ordinal)
         if not cuts:
             return _copy(name, given, buffer)
-        clear = f"fill_({slot.policy.value!r})" if slot.policy.kind == "sentinel" else "zero_()"
+        clear = f"fill_({_literal(slot.policy.value)})" if slot.policy.kind == "sentinel" else "zero_()"
         live = f"{name}{_narrowed(cuts)}.copy_({given})"
         if slot.policy.kind == "keep":
             return live
@@ -135,6 +136,10 @@ class Pads:
         if ordinal not in self._known:
             self._known[ordinal] = self._bucket.cuts(specs[0])
         return self._known[ordinal]
+
+
+def _literal(number: float) -> str:
+    return repr(number) if math.isfinite(number) else f'float("{number}")'
 
 
 def _narrowed(cuts: list[Cut]) -> str:

@@ -379,8 +379,15 @@ class Program:
         return None
 
     def _example(self, args: Sequence[Any]) -> list[Any]:
-        """What a call is made of, without what it holds: parameters weakly, other tensors by their form."""
+        """What a call is made of, without what it holds: parameters weakly, other tensors by their form.
+
+        But for what is copied once: later captures need it, too.
+        """
         example = [memory.Form.of(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        for slot in self.plan.slots:
+            if slot.policy.kind == "once":
+                position = self.plan.inputs.index(slot.ordinal)
+                example[position] = memory.own(args[position])
         for position in self._statics:
             example[position] = weakref.ref(args[position])
         return example
