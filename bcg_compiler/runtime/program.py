@@ -434,12 +434,18 @@ class Program:
         )
 
     def _smoke(self, capture: Capture) -> None:
-        """Replay what nobody sees, so that a fault shows now, and the first call finds the graphs on the device."""
+        """Replay what nobody sees, so that a fault shows now, and the first call finds the graphs on the device.
+
+        What breaks fill holds anything, which may be no index: zeros stand there.
+        """
         assert self._device is not None
         self._device.before_replay()
-        for index, replay in capture.replays.items():
-            if index in self._unseen:
-                replay()
+        for step in self.plan.steps:
+            with torch.no_grad():
+                for filled in capture.filled.get(step.index, ()):
+                    filled.zero_()
+            if step.index in self._unseen:
+                capture.replays[step.index]()
 
     @property
     def measured_bytes(self) -> int:

@@ -22,11 +22,14 @@ from bcg_compiler.runtime.pads import Pads
 
 
 class Capture(NamedTuple):
-    """``run`` takes the graph's arguments; ``replays`` are the captured segments, by the index of their step."""
+    """``run`` takes the graph's arguments; ``replays`` are the captured segments, by the index of their step;
+    ``filled`` what the breaks of a step write for them.
+    """
 
     run: Callable[..., Any]
     code: Code
     replays: Mapping[int, Replay]
+    filled: Mapping[int, list[Tensor]]
 
 
 def record(
@@ -108,7 +111,7 @@ def record(
         bound=bound,
     )
     code = write_replay(graph, plan, captured, filename)
-    return Capture(code.made, code, replays)
+    return Capture(code.made, code, replays, _filled(graph, plan, made | bridges))
 
 
 def _bridges(plan: Plan, forms: Mapping[int, Any], arena: Arena) -> dict[int, Tensor]:
@@ -172,6 +175,20 @@ def _seen_by_breaks(graph: AnnotatedGraph, plan: Plan) -> set[int]:
     bodies = (facts[n.ordinal] for step in plan.breaks for n in step.nodes if n.ordinal not in step.fixed)
     seen = frozenset().union(*(f.reads for f in bodies))
     return {ordinal for ordinal, f in facts.items() if f.results & seen}
+
+
+def _filled(graph: AnnotatedGraph, plan: Plan, known: Mapping[int, Any]) -> dict[int, list[Tensor]]:
+    """Memory of the program that breaks write, by the index of their step: bridges, and buffers of segments."""
+    ordinals = {f.ordinal: node for node, f in graph.facts.items()}
+    found: dict[int, list[Tensor]] = {}
+    for step in plan.breaks:
+        filled = [o for o in step.outputs if o in plan.bridges]
+        for node in (ordinals[n.ordinal] for n in step.nodes):
+            writes = graph.facts[node].writes - graph.outside
+            given = [graph.facts[n] for n in node.all_input_nodes if n in graph.facts]
+            filled += [f.ordinal for f in given if f.results & writes]
+        found[step.index] = [known[o] for o in dict.fromkeys(filled) if isinstance(known.get(o), Tensor)]
+    return found
 
 
 def _stand_in(
