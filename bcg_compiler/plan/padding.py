@@ -44,14 +44,21 @@ def choose_padding(
     if verdict.kind == "mixing" and not options.assume_rows_independent:
         where = (f": {verdict.op}" if verdict.op else "") + (f" in {verdict.module}" if verdict.module else "")
         return Reason("mixing_rows", f"padding may reach live rows: {verdict.text}{where}")
+    conditions = tuple(text for text in conditions if symbol in symbols_in(text))
+    # Fewer rows are another graph: Dynamo makes 0 and 1 constants.
+    ranges = [int(text.removeprefix(f"{symbol} >= ")) for text in conditions if _LEAST.fullmatch(text)]
     return Padding(
         symbol=symbol,
         place=(ordinal, dim),
         proof="assumed" if verdict.kind == "mixing" else verdict.kind,
-        least=verdict.least,
+        least=max(verdict.least, *ranges, 0),
         buckets=tuple(options.ladder.multiple_of(options.bucket_multiple)),
-        conditions=tuple(text for text in conditions if symbol in symbols_in(text)),
+        conditions=conditions,
     )
+
+
+#: The least that the range of a symbol holds.
+_LEAST = re.compile(r"\w+ >= \d+")
 
 
 def has_rows(specs: Iterable[TensorSpec], symbol: str) -> bool:

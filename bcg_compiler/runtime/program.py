@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import is_plain
 from bcg_compiler.context import forward_context, published
-from bcg_compiler.errors import AdmissionError, LateCaptureError, ReleasedError, SegmentError
+from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower import Lowered, UnitCompiler
@@ -40,6 +40,9 @@ _numbers = itertools.count()
 
 #: How many answers about admission a program keeps: as many as there are lengths, mostly.
 ADMISSIONS = 10_000
+
+#: Why a rung is not captured whose capture showed what the plan did not know: what a break makes is seen in a call.
+REPLANNED = "an operation cannot be captured and has become a break; call the model once, and capture again"
 
 #: How often a tensor may be replaced, while others stay, before it is no longer read where it lies.
 MOVES = 4
@@ -325,7 +328,7 @@ class Program:
                 self._forget_captures()
                 self._never = "out_of_memory"
             else:
-                self.lose(bucket.rows, str(error))
+                self.lose(bucket.rows, str(error) or type(error).__name__)
             return None
         if capture is None:
             return None
@@ -397,7 +400,7 @@ class Program:
 
         Effects of the model do not happen. A bucket that runs out of memory is dropped and reported.
         """
-        with self._lock:
+        with self._alone():
             self.complete = False
             examples, warm = self._examples, dict(self._warm)
             self._forget_captures()  # of smaller buckets, which would not leave room for larger ones
@@ -409,7 +412,7 @@ class Program:
                 yield rung
             if self._on_cuda:
                 torch.cuda.synchronize(self.plan.device)
-            self.complete = True
+            self.complete = bool(self._examples)
 
     def _capture_rung(self, bucket: Bucket, done: set[Any], smoke: bool) -> Rung:
         began = time.perf_counter()
@@ -422,7 +425,7 @@ class Program:
         if self.plan is plan:
             done.add((bucket.rows, bucket.others))
         else:
-            done.clear()  # an operation has become a break: all is captured again
+            done.clear()
         if capture is not None and smoke:
             self._smoke(capture)
         return Rung(
@@ -430,7 +433,7 @@ class Program:
             others=bucket.others,
             seconds=time.perf_counter() - began,
             bytes=self.measured_bytes,
-            error=self._lost.get(bucket.rows, "" if capture is not None else "captured again with another break"),
+            error=self._lost.get(bucket.rows, "" if capture is not None else REPLANNED),
         )
 
     def _smoke(self, capture: Capture) -> None:
@@ -479,7 +482,7 @@ class Program:
 
     def use_ladder(self, ladder: Ladder) -> None:
         """Take another ladder: captures of the old one go. If there was none before, a call must follow."""
-        with self._lock:
+        with self._alone():
             options = replace(self._options, ladder=ladder)
             compiled = self._again(self._compiled.graph, options)
             padded = self._sizes_open is not None and compiled.plan.padding is not None
@@ -490,6 +493,18 @@ class Program:
             self._lost.clear()
             if padded:
                 self._never, self._examples, self._warm = never, examples, warm
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no call runs. Raises ``LadderError`` inside of one: it would wait for itself."""
+        if self._runner == threading.get_ident():
+            raise LadderError("The model is running: capture it before or after a call, and not in a break's body.")
+        with self._lock:
+            self._runner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._runner = 0
 
     def lose(self, rows: int, why: str) -> None:
         """Do without a rung of the ladder."""
