@@ -51,7 +51,7 @@ def capture(
     if ladder is not None:
         for program in programs:
             program.use_ladder(ladder if isinstance(ladder, Ladder) else Ladder(tuple(ladder)))
-    padded = [program for program in programs if program.plan.padding is not None]
+    padded = [program for program in programs if program.plan.padding is not None and program.never is None]
     if not padded:
         reasons = "; ".join(dict.fromkeys(map(_why_unpadded, programs)))
         raise LadderError(f"No graph of the model can be padded: {reasons}.")
@@ -89,6 +89,8 @@ def _why_unpadded(program: AnyProgram) -> str:
     plan = program.plan
     if plan is not None and plan.unpadded is not None:
         return plan.unpadded.text
+    if isinstance(program, Program) and program.never is not None:
+        return f"its calls run eagerly, for the reason {program.never}"
     return "it was compiled without options={'ladder': ...}"
 
 

@@ -451,6 +451,11 @@ class Program:
                 capture.replays[step.index]()
 
     @property
+    def never(self) -> str | None:
+        """The code of the reason why nothing of it is captured, if so."""
+        return self._never
+
+    @property
     def measured_bytes(self) -> int:
         """What captures, slots and bridges hold, in bytes."""
         return self._arena.bytes + (self._device.bytes if self._device is not None else 0)

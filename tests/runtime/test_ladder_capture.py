@@ -167,6 +167,24 @@ def test_what_cannot_be_padded_is_told_with_the_reason(padded: Any) -> None:
     assert bcg.admission(bare.compiled, rows=5).reason == "no_ladder"
 
 
+@bcg.eager_break(fake=torch.empty_like, reads_live_rows=True)
+def given_back(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"capture": "off"}, "capture_off"), ({}, "break_alias")], ids=["off", "alias"]
+)
+def test_what_always_runs_eagerly_is_not_captured(padded: Any, options: dict[str, Any], reason: str) -> None:
+    """The report told of buckets that no call was to use, or asked for a call that there had been."""
+    pair = padded(lambda x: given_back(x.sin()) * 2 + 1, **options)
+    for n in (5, 6):
+        pair(rows(n))
+    with pytest.raises(bcg.LadderError, match=reason):
+        capture(pair)
+    assert bcg.admission(pair.compiled, rows=5).reason == reason
+
+
 def test_another_ladder(model: Any) -> None:
     pair = model()
     report = capture(pair, [10, 20])
