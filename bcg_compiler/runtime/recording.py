@@ -66,6 +66,7 @@ def record(
     replays: dict[int, Replay] = {}
     of_segments: set[int] = set()
     held = _seen_by_breaks(graph, plan)
+    unwritten = _filled(graph, plan)
     with capturing(device):
         for step in plan.steps:
             if step.kind == "segment":
@@ -88,6 +89,9 @@ def record(
                 for o in fixed.outputs:
                     view = isinstance(values[o], Tensor) and storage_key(values[o]) in in_pool
                     made[o] = _reference(device, values[o]) if view else values[o]
+            for ordinal in unwritten.get(step.index, ()) if isinstance(device, _Rehearsal) else ():
+                if isinstance(values.get(ordinal), Tensor):
+                    values[ordinal].zero_()  # what stands there may be no index
             for stub in lowered.stubs.get(step.index, ()):
                 _stand_in(stub, values, forms, bridges, callers)
             for ordinal in set(step.frees) - held:
@@ -111,7 +115,9 @@ def record(
         bound=bound,
     )
     code = write_replay(graph, plan, captured, filename)
-    return Capture(code.made, code, replays, _filled(graph, plan, made | bridges))
+    known = made | bridges
+    tensors = {i: [known[o] for o in filled if isinstance(known.get(o), Tensor)] for i, filled in unwritten.items()}
+    return Capture(code.made, code, replays, tensors)
 
 
 def _bridges(plan: Plan, forms: Mapping[int, Any], arena: Arena) -> dict[int, Tensor]:
@@ -177,17 +183,17 @@ def _seen_by_breaks(graph: AnnotatedGraph, plan: Plan) -> set[int]:
     return {ordinal for ordinal, f in facts.items() if f.results & seen}
 
 
-def _filled(graph: AnnotatedGraph, plan: Plan, known: Mapping[int, Any]) -> dict[int, list[Tensor]]:
-    """Memory of the program that breaks write, by the index of their step: bridges, and buffers of segments."""
-    ordinals = {f.ordinal: node for node, f in graph.facts.items()}
-    found: dict[int, list[Tensor]] = {}
+def _filled(graph: AnnotatedGraph, plan: Plan) -> dict[int, list[int]]:
+    """What breaks write for segments, by the index of their step: ordinals of bridges, and of what segments made."""
+    nodes = {f.ordinal: node for node, f in graph.facts.items()}
+    found: dict[int, list[int]] = {}
     for step in plan.breaks:
         filled = [o for o in step.outputs if o in plan.bridges]
-        for node in (ordinals[n.ordinal] for n in step.nodes):
+        for node in (nodes[n.ordinal] for n in step.nodes):
             writes = graph.facts[node].writes - graph.outside
             given = [graph.facts[n] for n in node.all_input_nodes if n in graph.facts]
             filled += [f.ordinal for f in given if f.results & writes]
-        found[step.index] = [known[o] for o in dict.fromkeys(filled) if isinstance(known.get(o), Tensor)]
+        found[step.index] = list(dict.fromkeys(filled))
     return found
 
 

@@ -149,6 +149,31 @@ def test_a_smoke_run_reads_no_index_that_nobody_has_written(padded: Any, poisone
         pair(rows(n))
 
 
+def test_a_rehearsal_reads_no_index_that_nobody_has_written(
+    padded: Any, poisoned: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments run once in a bucket whose capture failed: on whatever stood in the memory that breaks fill."""
+    pair = padded(indices_in_a_buffer)
+    for n in (5, 6):
+        pair(rows(n))
+    real, failed = EmulatedCapture.capture, []
+
+    def fail_once(self: EmulatedCapture, segment: Any, args: tuple[Any, ...]) -> Any:
+        if not failed:
+            failed.append(segment)
+            raise RuntimeError("a kernel must be chosen first")
+        return real(self, segment, args)
+
+    monkeypatch.setattr(EmulatedCapture, "capture", fail_once)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is the largest number, or NaN
+    try:
+        pair(rows(12))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert failed and not pair.plan.breaks[1:] and pair.stats.captures == 2
+
+
 def test_before_any_call_there_is_nothing_to_capture(padded: Any) -> None:
     with pytest.raises(bcg.LadderError, match="has not run yet"):
         capture(padded(Model()))
