@@ -1,5 +1,6 @@
 """Fixed addresses: buffers that look like a tensor, copies into and out of them, results that are the caller's own."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -106,12 +107,32 @@ def own_inference(value: Tensor) -> Tensor:
 
 def own_rows(value: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A copy of the live rows of a value, with the strides that eager code gives them: those of the bucket differ."""
-    part = value
-    for dim, stride in enumerate(strides):
-        if stride == 0 and part.shape[dim] > 1:
-            part = part.narrow(dim, 0, 1)
-    copy = torch.empty_strided(part.shape, strides, dtype=value.dtype, device=value.device)
-    return copy.copy_(part).as_strided(value.shape, strides)
+    return own_together(((value, strides),), 1, 1)[0]
+
+
+def own_together(values: Sequence[tuple[Tensor, tuple[int, ...]]], base: int, live_base: int) -> list[Tensor]:
+    """Copies of the live rows of values over one memory, with the strides that eager code gives them, and over one
+    memory.
+
+    ``base`` is the smallest of their strides that depend on the number of rows, in the bucket, and ``live_base`` what
+    it is for live rows: an offset is so many times one and a rest that does not depend on it.
+    """
+    first = values[0][0]
+    starts = [at // base * live_base + at % base for at in (int(value.storage_offset()) for value, _ in values)]
+    if len(values) == 1:
+        starts = [0]
+    ends = [
+        start + 1 + sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
+        for start, (value, strides) in zip(starts, values, strict=True)
+    ]
+    memory = torch.empty(max(ends), dtype=first.dtype, device=first.device)
+    made = [memory.as_strided(value.shape, strides, at) for at, (value, strides) in zip(starts, values, strict=True)]
+    for copy, (value, _) in zip(made, values, strict=True):
+        for dim, stride in enumerate(copy.stride()):
+            if stride == 0 and copy.shape[dim] > 1:
+                copy, value = copy.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+        copy.copy_(value)
+    return made
 
 
 def own_rows_inference(value: Tensor, strides: tuple[int, ...]) -> Tensor:

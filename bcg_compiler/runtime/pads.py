@@ -1,7 +1,7 @@
 """The statements of a replay that have to do with padded rows: fills, cleared tails, results that are cut."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -123,6 +123,18 @@ class Pads:
         symbol = self._bucket.symbol if self._bucket is not None else ""
         dense = any(symbol in symbols_in(stride) for stride in self._values[ordinal].specs[0].strides)
         return ', cut="dense"' if dense else ', cut="strided"'
+
+    def base_stride(self, ordinals: Sequence[int]) -> tuple[int, str] | None:
+        """The smallest stride of some values that depends on the number of rows: in the bucket, and as an expression
+        over ``rows``. ``None`` if there is none, or it does not divide the others.
+        """
+        bucket = self._bucket
+        if bucket is None:
+            return None
+        strides = {s for ordinal in ordinals for s in self._values[ordinal].specs[0].strides}
+        sizes = {evaluate(s, bucket.symbols): s for s in strides if bucket.symbol in symbols_in(s)}
+        least = min(sizes, default=0)
+        return (least, bucket.live(sizes[least])) if least and not any(size % least for size in sizes) else None
 
     def strides(self, ordinal: int) -> str:
         """The expression for the strides of a result's live rows, as eager code makes them."""

@@ -332,6 +332,13 @@ class _Results:
         """Results that share memory in eager code share it here: one copy of the storage, and a view for each."""
         self._bound |= {"own_storage": memory.own_storage, "in_storage": memory.in_storage}
         first = ordinals[0]
+        values = [self._known[ordinal] for ordinal in ordinals]
+        plain = all(v.dtype == values[0].dtype and not v.is_conj() and not v.is_neg() for v in values)
+        if plain and (base := self._pads.base_stride(ordinals)) is not None:
+            self._bound["own_together"] = memory.own_together
+            parts = [f"(v{o}{self._pads.live(o)}, {self._pads.strides(o)})" for o in ordinals]
+            copies = f"(copies_{first} := own_together(({', '.join(parts)}), {base[0]}, {base[1]}))[0]"
+            return {o: f"copies_{first}[{i}]" if i else copies for i, o in enumerate(ordinals)}
         found = {}
         for ordinal in ordinals:
             value = self._known[ordinal]

@@ -101,13 +101,30 @@ def test_results_are_those_of_the_exact_length(padded: Any, poisoned: None, name
     assert pair.stats.replays == len(LENGTHS) - 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="where rows are not outermost, results over one memory have the bucket's strides"
-)
-def test_results_over_one_memory_of_a_batch_have_the_strides_of_eager(padded: Any) -> None:
-    pair = padded(lambda x: (lambda y: (y, y[..., 1:]))(x * 2), open=1)
-    for n in (8, 7, 6):
-        pair(batch(n))
+#: Results over one memory in which rows are not outermost.
+SHARED: dict[str, tuple[Callable[..., Any], Callable[[int], Any], int]] = {
+    "features": (lambda y: (y, y[..., 1:]), batch, 1),
+    "last_of_the_batch": (lambda y: (y[1], y, y[1, :, 2:]), batch, 1),
+    "last_only": (lambda y: (y[1], y[1, 2:, 1:]), batch, 1),
+    "turned": (lambda y: (y, y[:, :2], y[3:, 1]), lambda n: torch.randn(4, n).t(), 0),
+    "expanded": (lambda y: (y, y.unsqueeze(1).expand(-1, 3, -1, -1)), batch, 1),
+    "heads": (lambda y: (y, y[1], y[:, 1], y.transpose(1, 2)), lambda n: torch.randn(2, 3, n, 4), 2),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_results_over_one_memory_have_the_strides_of_eager(padded: Any, poisoned: None, name: str) -> None:
+    """They had the strides of the bucket where rows are not outermost."""
+    fn, make, dim = SHARED[name]
+    pair = padded(lambda x: fn(x * 2), open=dim, max_padding_factor=8)
+    for n in (8, 7, 5, 12, 30):
+        x = make(n)
+        result = pair(x)
+        want = fn(x * 2)
+        want[0].add_(1)
+        result[0].add_(1)
+        pair.same(result, want, "result after a write to another one")
+    assert pair.stats.captures == 3
 
 
 def mean_of_rows(x: Tensor) -> Tensor:
