@@ -289,6 +289,15 @@ def test_a_bucket_without_memory_is_dropped_and_the_next_larger_one_serves(
             pair(rows(n))
 
 
+def test_another_ladder_tries_again_what_was_dropped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = model()
+    run_out_of_memory(monkeypatch, 16)
+    assert len(capture(pair).dropped) == 1
+    monkeypatch.undo()
+    assert [rung.rows for rung in capture(pair).rungs] == [32, 8]
+    assert [rung.rows for rung in capture(pair, [8, 16]).rungs] == [16, 8]
+
+
 def test_without_the_largest_bucket_its_lengths_are_too_long(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = model()
     run_out_of_memory(monkeypatch, 32)
