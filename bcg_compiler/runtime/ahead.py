@@ -81,6 +81,8 @@ def admission(compiled: Callable[..., Any], batch: Batch | None = None, **fields
     padded = [program for program in programs if program.plan.padding is not None] or programs
     if not padded:
         return Admission(None, "not_compiled", "The model has not run yet: call it once.", asked.rows)
+    # Of graphs that Dynamo made of one function, a call runs the one that its length belongs to.
+    padded = [program for program in padded if program.takes(asked.rows)] or padded
     answers = [program.admit(asked) for program in padded]
     return next((a for a in answers if a.bucket is None), max(answers, key=lambda a: a.bucket or 0))
 

@@ -72,6 +72,10 @@ class Sizes:
             self._usable[others] = found
         return found
 
+    def holds(self, rows: int, others: tuple[int, ...]) -> bool:
+        """Whether the graph is the one that was traced for so many rows."""
+        return self._holds(self.bucket(rows, others))
+
     def _holds(self, bucket: Bucket) -> bool:
         try:
             return all(evaluate(condition, bucket.symbols) for condition in self.padding.conditions)

@@ -268,6 +268,10 @@ class Program:
         usable = self._sizes_open.usable(self._others if others is None else others)
         return admit(batch, tuple(b for b in usable if b not in self._lost), self._limits)
 
+    def takes(self, rows: int) -> bool:
+        """Whether a call with so many rows, and other sizes like the last one, may be of this graph and is padded."""
+        return self._sizes_open is not None and self._sizes_open.holds(rows, self._others)
+
     def _eagerly(self, reason: str, args: tuple[Any, ...]) -> Any:
         self.eager_runs[reason] += 1
         counters.eager_runs[reason] += 1

@@ -237,7 +237,8 @@ def test_a_graph_uses_only_buckets_of_which_its_guards_hold(padded: Any) -> None
     for n in (5, 9, 30, 32, 24, 17, 19, 15, 12, 16, 31, 25):
         pair(rows(n))
     below, odd, even = bcg.programs_of(pair.compiled)
-    assert [program.admit(bcg.Batch(rows=16)).bucket for program in (below, odd, even)] == [16, 30, 32]
+    assert below.admit(bcg.Batch(rows=16)).bucket == 16 and even.admit(bcg.Batch(rows=24)).bucket == 32
+    assert [bcg.admission(pair.compiled, rows=n).bucket for n in (9, 25, 24, 31)] == [16, 30, 32, None]
     assert below.admit(bcg.Batch(rows=19)).reason == "too_long"  # 30 and 32 are another graph
     assert even.admit(bcg.Batch(rows=32)).bucket == 32
     assert odd.admit(bcg.Batch(rows=31)).reason == "too_long"
