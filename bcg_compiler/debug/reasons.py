@@ -145,6 +145,10 @@ UNPADDED = {
         "a break writes what may be memory of the caller's, whose padded rows nobody may clear",
         "Give the break a tensor that the forward makes, or declare writes_every_row=True.",
     ),
+    "unknown_layout": Meaning(
+        "under assume_rows_independent: which rows of a result are live is not shown",
+        "Return it with the rows in a dimension of their own.",
+    ),
 }
 
 

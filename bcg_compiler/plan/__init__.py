@@ -11,7 +11,7 @@
 
 ``memory``     how many bytes the captures of a plan take; ``allocator`` simulates the allocator that they use
 
-``padding``    how the ladder is used, or why not
+``padding``    how the ladder is used, or why not; ``padded_rows`` what it asks of breaks and results
 ``rules``      what of a configuration does not go together
 """
 

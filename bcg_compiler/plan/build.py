@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat import dynamo
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
 from bcg_compiler.facts.modes import is_functorch_node
@@ -15,17 +14,10 @@ from bcg_compiler.facts.node import FENCE
 from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.lifetimes import with_lifetimes
-from bcg_compiler.plan.padding import (
-    check_rules,
-    check_slot_names,
-    choose_padding,
-    has_rows,
-    slot_policy,
-    symbol_sources,
-)
+from bcg_compiler.plan.padded_rows import PaddedRows
+from bcg_compiler.plan.padding import check_rules, check_slot_names, choose_padding, has_rows, slot_policy
 from bcg_compiler.plan.partition import Cut, Unit, partition
 from bcg_compiler.plan.plan import CompileUnit, Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
-from bcg_compiler.plan.sizes import symbols_in
 from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
 from bcg_compiler.plan.units import cut_units
 
@@ -58,7 +50,7 @@ class _Builder:
         padding = choose_padding(self.options, {v.ordinal: v for v in inputs}, self.graph.rows, conditions)
         if isinstance(padding, Padding):
             plan = self._plan(inputs, passes, padding, None)
-            refusal = self._refusal(plan, padding)
+            refusal = PaddedRows(self.graph, self.symbols, padding).refusal(plan)
             if refusal is None:
                 return plan
             padding = refusal
@@ -88,7 +80,8 @@ class _Builder:
         of_breaks = {o for step in steps if step.kind == "break" for o in step.outputs if o not in fixed}
         bridges = in_segments & of_breaks
         if padding is not None:
-            steps = tuple(replace(step, tails=tuple(self._tails(step, padding.symbol, bridges))) for step in steps)
+            padded = PaddedRows(self.graph, self.symbols, padding)
+            steps = tuple(replace(step, tails=tuple(padded.tails(step, bridges))) for step in steps)
         cleared = {value for step in steps for _, value in step.tails if value in self.by_ordinal}
         results = sorted({ordinal for step in steps for ordinal in step.outputs} | cleared)
         values += [self._value(self.by_ordinal[o], f"%{o}", "result") for o in results]
@@ -130,71 +123,6 @@ class _Builder:
         node = self.by_ordinal.get(ordinal)
         facts = self.graph.facts[node] if node is not None else self.given[ordinal]
         return self.symbols.text(facts.size)
-
-    def _tails(self, step: Step, symbol: str, bridges: set[int]) -> Iterable[tuple[int, int]]:
-        """What the breaks of a step may have written only the live rows of, in memory that the plan allocates."""
-        for plan_node in step.nodes if step.kind == "break" else ():
-            node = self.by_ordinal[plan_node.ordinal]
-            facts = self.graph.facts[node]
-            if not facts.opaque or (isinstance(node.target, BoundBreak) and node.target.spec.writes_every_row):
-                continue
-            for value in self._written_by(node):
-                given = self.graph.producer_facts(value)
-                if given is None or not has_rows(map(self.symbols.spec, given.specs), symbol):
-                    continue
-                if given.ordinal in bridges or not given.results & self.graph.outside:
-                    yield facts.ordinal, given.ordinal
-            # A break function gives a list, whose items are nodes of their own.
-            for user in node.users if isinstance(node.target, BoundBreak) else (node, *node.users):
-                made = self.graph.facts.get(user)
-                if made is None or made.group != facts.group or len(made.specs) != 1:
-                    continue
-                readers = [self.graph.facts.get(reader) for reader in user.users]
-                if made.ordinal not in bridges and all(f is None or f.opaque for f in readers):
-                    continue  # bodies read live rows, and results are cut
-                if made.results & facts.fresh and has_rows(map(self.symbols.spec, made.specs), symbol):
-                    yield made.ordinal, made.ordinal
-
-    def _written_by(self, node: Node) -> Iterable[Node]:
-        """Arguments of a break over memory that it is declared to write."""
-        written = {root for root in self.graph.facts[node].writes if root >= 0}
-        for value in node.all_input_nodes:
-            given = self.graph.producer_facts(value)
-            if given is not None and given.results & written:
-                yield value
-
-    def _refusal(self, plan: Plan, padding: Padding) -> Reason | None:
-        """What keeps a plan from being padded, whatever is known of its rows."""
-        returned = [plan.value(ordinal) for ordinal in plan.outputs]
-        if any(v.kind == "result" and v.size and padding.symbol in symbols_in(v.size) for v in returned):
-            return Reason("rows_returned", "the number of rows is a result")
-        slots = {slot.ordinal for slot in plan.slots if has_rows(plan.value(slot.ordinal).specs, padding.symbol)}
-        for ordinal, lies_in in sorted(self.graph.input_views):
-            if lies_in in slots:
-                result = self.graph.facts[self.by_ordinal[ordinal]]
-                return Reason(
-                    "input_returned", f"{result}, a result, is a view of an input, of which the program has a copy"
-                )
-        known = set(symbol_sources(plan))
-        for ordinal in (*plan.bridges, *slots):
-            for spec in plan.value(ordinal).specs:
-                open_ = {s for size in (*spec.shape, *spec.strides) for s in symbols_in(size)} - known
-                if open_:
-                    return Reason("open_number", f"a size of {plan.value(ordinal).name} depends on {min(open_)}")
-        for step in plan.breaks:
-            for plan_node in step.nodes:
-                node = self.by_ordinal[plan_node.ordinal]
-                if not self.graph.facts[node].opaque:
-                    continue
-                for value in self._written_by(node):
-                    given = self.graph.producer_facts(value)
-                    assert given is not None
-                    inside = given.results - self.graph.outside
-                    unsure = given.results & self.graph.outside and inside and given.ordinal not in plan.bridges
-                    if unsure and has_rows(map(self.symbols.spec, given.specs), padding.symbol):
-                        text = f"{self.graph.facts[node]} writes {given}, which may be memory of the caller's"
-                        return Reason("unclear_tail", f"{text}: its padded rows cannot be cleared")
-        return None
 
     def _inputs(self) -> list[Value]:
         values, taken, count = [], set(), 0
