@@ -23,7 +23,8 @@ from bcg_compiler.options import Options, check_mode
 from bcg_compiler.passes import run_passes
 from bcg_compiler.plan import build_plan
 from bcg_compiler.runtime import Program, register
-from bcg_compiler.runtime.program import Compiled, UnsplitProgram
+from bcg_compiler.runtime.program import Compiled
+from bcg_compiler.runtime.unsplit import UnsplitProgram
 
 _numbers = itertools.count()
 

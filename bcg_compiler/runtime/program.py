@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bcg_compiler.buckets import Admission, Batch, Ladder, admit
-from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import is_plain
 from bcg_compiler.context import forward_context, published
@@ -33,8 +32,10 @@ from bcg_compiler.runtime.buckets import Bucket, Sizes, read_sizes
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.counters import counters
 from bcg_compiler.runtime.lines import Lines
+from bcg_compiler.runtime.places import Place, Places
 from bcg_compiler.runtime.recording import Capture, record, rehearse
 from bcg_compiler.runtime.trial import find_uncapturable
+from bcg_compiler.runtime.unsplit import released
 
 _numbers = itertools.count()
 
@@ -43,9 +44,6 @@ ADMISSIONS = 10_000
 
 #: Why a rung is not captured whose capture showed what the plan did not know: what a break makes is seen in a call.
 REPLANNED = "an operation cannot be captured and has become a break; call the model once, and capture again"
-
-#: How often a tensor may be replaced, while others stay, before it is no longer read where it lies.
-MOVES = 4
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,6 @@ class Rung(NamedTuple):
     seconds: float
     bytes: int
     error: str = ""
-
-
-class _Place(NamedTuple):
-    """The captures at one set of addresses, by shape."""
-
-    key: tuple[int, ...]
-    addresses: list[int | None]  # by argument; None for those that are not bound
-    captures: dict[Any, Capture]
 
 
 class Program:
@@ -103,12 +93,7 @@ class Program:
         self._device: CaptureDevice | None = None
         self._counted = False
         self._never: str | None = None
-        self._place: _Place | None = None
-        self._places: dict[tuple[int, ...], _Place] = {}
         self._warm: dict[Any, dict[int, Any]] = {}
-        self._watched: dict[Any, list[weakref.ref[Any]]] = {}
-        self._dropped: list[list[weakref.ref[Any]]] = []
-        self._moves: Counter[int] = Counter()
         self._arena = Arena()
         self._captured: list[Mapping[str, int]] = []  # open sizes, in the order of captures
         self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
@@ -148,7 +133,7 @@ class Program:
         """
         with nullcontext() if self._runner == threading.get_ident() else self._lock:
             self._forget_captures()
-            self._call = _released  # type: ignore[method-assign,assignment]
+            self._call = released  # type: ignore[method-assign,assignment]
             self._lines.clear()
 
     @property
@@ -167,7 +152,7 @@ class Program:
         if self._sizes_open is not None:
             return self._call_padded(self._sizes_open, args)
         shape = self._shape_key(args) if self._open else None
-        place = self._place_of(args)
+        place = self._places.of(args)
         capture = place.captures.get(shape)
         if capture is not None:
             if self._written and self._overlapping(args):
@@ -195,7 +180,7 @@ class Program:
             return self._eagerly(admission.reason, args)
         bucket = sizes.bucket(admission.bucket, others)
         shape = self._bucket_key(bucket)
-        place = self._place_of(args)
+        place = self._places.of(args)
         capture = place.captures.get(shape)
         if (capture is None or self._written) and self._overlapping(args):
             return self._eagerly("input_overlap", args)
@@ -222,29 +207,15 @@ class Program:
     def _bucket_key(self, bucket: Bucket) -> Any:
         return attention_kernels() if self._attends else None, bucket.rows, bucket.others
 
-    def _place_of(self, args: tuple[Any, ...]) -> _Place:
-        """The captures at the addresses of a call; a new place if there are none."""
-        place = self._place
-        if place is None or not same_addresses(args, place.addresses, self._statics):
-            key = tuple([args[i].data_ptr() for i in self._statics])
-            found = self._places.get(key)
-            if found is None:
-                addresses: list[int | None] = [None] * len(args)
-                for position, address in zip(self._statics, key, strict=True):
-                    addresses[position] = address
-                found = _Place(key, addresses, {})
-            self._place = place = found
-        return place
-
     @property
     def kept_captures(self) -> int:
         """How many captures there are, over all shapes and sets of addresses."""
-        return sum(len(place.captures) for place in self._places.values())
+        return len(list(self._places.captures()))
 
     @property
     def replay_sources(self) -> list[str]:
         """The generated texts of the replay functions."""
-        return [c.code.source for place in self._places.values() for c in place.captures.values()]
+        return [capture.code.source for capture in self._places.captures()]
 
     def _admission(self, rows: int, others: tuple[int, ...]) -> Admission:
         batch = published("batch")
@@ -313,10 +284,13 @@ class Program:
     # -- capture
 
     def _capture(
-        self, place: _Place, shape: Any, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None = None
+        self, place: Place, shape: Any, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None = None
     ) -> Capture | None:
         """Capture for a shape; ``None`` where that failed and the program has changed its mind about something."""
-        if self._notice_moves():
+        if moving := self._places.moving():
+            self._compiled.graph.moving |= {self.plan.inputs[position] for position in moving}
+            self._forget_captures()
+            self._take(self._again(self._compiled.graph, self._options))
             return None
         if self._device is None:
             self._device = self._make_device()
@@ -338,10 +312,8 @@ class Program:
             return None
         self._lines.add(capture.code)
         self._captured.append(bucket.symbols if bucket is not None else read_sizes(self.plan, args))
-        again = any(shape in other.captures for other in self._places.values())
-        if place.key not in self._places:
-            self._places[place.key] = place
-            self._forget_with_statics(place.key, args)
+        again = self._places.has(shape)
+        self._places.keep(place, args)
         place.captures[shape] = capture
         self.captured_on = self._device.name
         self.captures += 1
@@ -421,7 +393,7 @@ class Program:
     def _capture_rung(self, bucket: Bucket, done: set[Any], smoke: bool) -> Rung:
         began = time.perf_counter()
         args = tuple(_recalled(value) for value in self._examples[bucket.others])
-        place, plan = self._place_of(args), self.plan
+        place, plan = self._places.of(args), self.plan
         shape = self._bucket_key(bucket)
         capture = place.captures.get(shape)
         if capture is None:
@@ -472,8 +444,11 @@ class Program:
 
     @property
     def forecast_bytes(self) -> int:
-        """What the captures so far were forecast to hold, in bytes."""
-        return forecast_ladder(self.plan, self._captured).total
+        """What the captures so far were forecast to hold, in bytes; 0 where a size of theirs cannot be told."""
+        try:
+            return forecast_ladder(self.plan, self._captured).total
+        except KeyError:
+            return 0
 
     @property
     def planned(self) -> list[Bucket]:
@@ -577,12 +552,11 @@ class Program:
     def _take(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self.plan = plan = compiled.plan
-        self._places, self._warm, self._place, self._never = {}, {}, None, None
+        self._warm, self._never = {}, None
         self._filled: set[int] = set()
         self._admitted: dict[Any, Admission] = {}
         self._examples = {}
         self._others = ()
-        self._watched, self._dropped, self._moves = {}, [], Counter()
         if self._options.capture == "off":
             self._never = "capture_off"
         elif plan.uncaptured is not None:
@@ -595,6 +569,7 @@ class Program:
         recorded = {o for step in plan.segments for o in step.inputs}
         recorded |= {o for fixed in compiled.lowered.fixed.values() for o in fixed.inputs}
         self._statics = [positions[o] for o in plan.inputs if values[o].kind == "static" and o in recorded]
+        self._places = Places(self._statics, self._empty_arena)
         self._sizes = [positions[o] for o in plan.inputs if values[o].kind == "size"]
         self._symbolic = [
             positions[o]
@@ -646,48 +621,14 @@ class Program:
                     return True
         return False
 
-    def _forget_with_statics(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
-        """Captures go when a tensor whose address they hold dies: when the model is deleted, say."""
-        program = weakref.ref(self)
-
-        def gone(_: Any) -> None:
-            alive = program()
-            if alive is not None and key in alive._watched:
-                alive._places.pop(key, None)
-                alive._place = None
-                if not alive._places:
-                    alive._arena = Arena()
-                    alive._filled.clear()
-                alive._dropped.append(alive._watched.pop(key))
-
-        self._watched[key] = [weakref.ref(args[i], gone) for i in self._statics]
-
-    def _notice_moves(self) -> bool:
-        """Make slots of tensors that keep being replaced while the others stay; whether there were any.
-
-        A module that binds a new state at each call would be captured anew each time. Where all tensors of a capture
-        have died, the whole model has.
-        """
-        for refs in self._dropped:
-            dead = [i for i, ref in zip(self._statics, refs, strict=True) if ref() is None]
-            if len(dead) < len(refs) or len(refs) == 1:
-                self._moves.update(dead)
-        self._dropped.clear()
-        moving = {self.plan.inputs[i] for i, times in self._moves.items() if times >= MOVES}
-        if not moving:
-            return False
-        self._compiled.graph.moving |= moving
-        self._forget_captures()
-        self._take(self._again(self._compiled.graph, self._options))
-        return True
+    def _empty_arena(self) -> None:
+        self._arena = Arena()
+        self._filled.clear()
 
     def _forget_captures(self) -> None:
         self._places.clear()
-        self._watched.clear()
-        self._place = None
         self._warm.clear()
-        self._arena = Arena()
-        self._filled.clear()
+        self._empty_arena()
         self._captured.clear()
         if self._device is not None:
             self._device.release()
@@ -726,32 +667,3 @@ def _unseen_segments(compiled: Compiled) -> frozenset[int]:
         return not checks and not any(facts.writes & seen for facts in nodes)
 
     return frozenset(step.index for step in compiled.plan.segments if is_unseen(step))
-
-
-def _released(*args: Any) -> Any:
-    raise ReleasedError("This program was freed by bcg.reset(). Call the compiled model again: it is compiled anew.")
-
-
-class UnsplitProgram:
-    """A graph that runs as it is, with the reason why: no segments, no breaks."""
-
-    plan = None
-    source = captured_on = ""
-    replays = captures = recaptures = forecast_bytes = measured_bytes = 0
-
-    def __init__(self, run: Any, reason: str) -> None:
-        self.eager_runs: Counter[str] = Counter()
-        self.eager_units: Counter[str] = Counter()
-        self._run = run
-        self._reason = reason
-
-    def release(self) -> None:
-        """Let go of the graph. A call after this raises ``ReleasedError``."""
-        self._run = _released
-
-    def __call__(self, *args: Any) -> Any:
-        if not self.eager_runs:
-            counters.graphs += 1
-        self.eager_runs[self._reason] += 1
-        counters.eager_runs[self._reason] += 1
-        return self._run(*args)

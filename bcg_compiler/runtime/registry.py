@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from bcg_compiler.compat import dynamo
-from bcg_compiler.runtime.program import Program, UnsplitProgram
+from bcg_compiler.runtime.program import Program
+from bcg_compiler.runtime.unsplit import UnsplitProgram
 
 AnyProgram = Program | UnsplitProgram
 

@@ -19,7 +19,7 @@ def rows(n: int) -> Tensor:
 
 def last_bucket(pair: Any) -> int:
     """The bucket of the last replay, by the rows of what its tapes compute."""
-    (place,) = pair.program._places.values()
+    (place,) = pair.program._places._places.values()
     return max(key[1] for key, capture in place.captures.items() if capture.run is _run[-1])
 
 
