@@ -13,6 +13,8 @@ import torch
 import torch._dynamo.utils
 from torch.fx import GraphModule, Node
 
+from bcg_compiler.compat.fake import object_at
+
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
@@ -173,3 +175,43 @@ def running_owner() -> types.CodeType | None:
             return code_key(frame.f_locals.get("fn"))
         frame = frame.f_back
     return None
+
+
+def _output_graph() -> Any:
+    """What Dynamo collects of the trace that a backend is called for; ``None`` where it is not found."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "call_user_compiler":
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
+
+
+def lasting_effects() -> list[str]:
+    """What Dynamo will do, behind the graph that a backend is called for, to objects that were there before the call:
+    attributes set, lists and dictionaries changed. By where the object comes from.
+    """
+    effects = getattr(_output_graph(), "side_effects", None)
+    if effects is None:
+        return []
+    ignored = getattr(effects, "ignore_mutation_on_these_variables", ())
+    found = []
+    for address, variable in effects.id_to_variable.items():
+        kind = type(variable.mutation_type).__name__
+        if kind.endswith("MutationExisting") and variable not in ignored and effects.is_modified(variable):
+            stored = effects.store_attr_mutations.get(variable, {})
+            names = [f".{name}" for name, value in stored.items() if not _stays(object_at(address), name, value)]
+            if stored and not names:
+                continue  # set, and set back
+            source = getattr(variable, "source", None)
+            name = "" if source is None else source.name() if callable(source.name) else source.name
+            found += [f"{dotted_path(str(name))}{part}".strip(".") or "an object" for part in names or [""]]
+    return found
+
+
+def _stays(owner: Any, name: str, value: Any) -> bool:
+    """Whether an attribute already has the value that Dynamo will set it to."""
+    try:
+        return value.is_python_constant() and getattr(owner, name) is value.as_python_constant()
+    except Exception:
+        return False

@@ -134,6 +134,13 @@ def size_conditions(mode: FakeTensorMode) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(condition) for condition in found if not _is_no_condition(condition)))
 
 
+def replaced_sizes(mode: FakeTensorMode) -> dict[str, str]:
+    """Symbols that have turned out to be another expression, or a number, with what they are."""
+    env = mode.shape_env
+    found = {} if env is None else {symbol: env.replace(symbol) for symbol in env.var_to_range}
+    return {str(symbol): str(size) for symbol, size in found.items() if size != symbol}
+
+
 def _is_no_condition(condition: Any) -> bool:
     return bool(condition == True) or "int_oo" in str(condition)  # noqa: E712 (sympy's own True)
 

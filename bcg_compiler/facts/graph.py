@@ -25,6 +25,7 @@ class AnnotatedGraph:
     ``rows``         whether padded rows can reach live ones, for each number of rows that the graph leaves open
     ``conditions``   what holds of the sizes that the graph leaves open, as expressions: for others it is another graph
     ``input_views``  (ordinal, input) of returned values that lie in the memory of an input but are not the input itself
+    ``objects``      numbers of Python objects of which nothing is known but their identity: the same in every plan
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
 
@@ -46,6 +47,7 @@ class AnnotatedGraph:
     mode_nodes: dict[int, Node] = field(default_factory=dict)
     marks: dict[Node, Reason] = field(default_factory=dict)
     moving: set[int] = field(default_factory=set)
+    objects: dict[int, int] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[Node]:

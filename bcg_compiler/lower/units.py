@@ -2,18 +2,18 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from bcg_compiler.compat.fake import fresh_fake
+from bcg_compiler.compat.fake import fresh_fake, is_plain, is_traceable_wrapper_subclass
 from bcg_compiler.compat.inductor import compile_graph, tracing_context
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
-from bcg_compiler.facts.node import RANDOM_STATE
+from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.plan import CompileUnit, Plan
 
 log = logging.getLogger("bcg_compiler")
@@ -23,15 +23,41 @@ SegmentCompiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class CompiledUnit:
-    """A unit with what a compiler made of it. ``eager`` is the unit's graph as it is."""
+    """A unit with what a compiler made of it. ``eager`` is the unit's graph as it is.
 
-    def __init__(self, eager: GraphModule, run: Callable[..., Any]) -> None:
+    ``written`` are the positions of what it writes: a compiler takes inputs for memory of their own, so a call in which
+    one of these shares memory with another input runs as it is.
+    """
+
+    def __init__(self, eager: GraphModule, run: Callable[..., Any], written: Sequence[int] = ()) -> None:
         self.eager = eager
         self.run = run
+        self._written = tuple(written)
 
     def __call__(self, *args: Any) -> Any:
+        if self._written and self._overlapping(args):
+            return self.eager(*args)
         seen_by = _recorder.get()
-        return self.run(*args) if seen_by is None else seen_by(self, args)
+        if seen_by is not None:
+            return seen_by(self, args)
+        results = self.run(*args)
+        if not isinstance(results, (tuple, list)):
+            raise TypeError(f"What a segment compiler returns must give a tuple, and gave {type(results).__name__}.")
+        return results
+
+    def _overlapping(self, args: Sequence[Any]) -> bool:
+        ranges = {i: _byte_range(arg) for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+        return any(
+            i != j and start < other_end and other_start < end
+            for i, (start, end) in ((i, ranges[i]) for i in self._written)
+            for j, (other_start, other_end) in ranges.items()
+        )
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (span * tensor.element_size() if tensor.numel() else 0)
 
 
 #: Who is to be called in place of compiled units, whose operations cannot be seen from outside.
@@ -63,34 +89,44 @@ class UnitCompiler:
             assert callable(compiler)
             self._compile = compiler
         self._compiled: dict[str, CompiledUnit | None] = {}
+        self._late = False  # whether Dynamo's own call of the backend is over
         self.refused: Counter[str] = Counter()
 
     def units(self, graph: AnnotatedGraph, plan: Plan) -> dict[str, CompiledUnit]:
         """What is called for each unit, by its key; units that run as they are are left out."""
-        wanted = {unit.key: unit for step in plan.segments for unit in step.units}
+        nodes = {f.ordinal: n for n, f in {**graph.input_facts, **graph.facts}.items()}
+        touched = Touched.of(graph.facts.values())
+        wanted: dict[str, CompileUnit] = {}
+        refused: dict[str, str] = {}
+        for unit in (unit for step in plan.segments for unit in step.units):
+            wanted.setdefault(unit.key, unit)
+            # The key says nothing of memory: of units of one key some may share it and others not.
+            if unit.key not in refused and (reason := why_not(graph, unit, nodes, touched)):
+                refused[unit.key] = reason
+        for key, reason in refused.items():
+            if self._compiled.get(key, self) is not None:
+                self._compiled[key] = None
+                self.refused[reason] += 1
         for key, unit in wanted.items():
             if key not in self._compiled:
-                self._compiled[key] = self._try(graph, unit)
+                self._compiled[key] = self._try(graph, unit, nodes)
+        self._late = True
         return {key: made for key in wanted if (made := self._compiled[key]) is not None}
 
     def give_up(self, keys: Sequence[str], reason: str) -> bool:
         """Run these units as they are from now on; whether any of them was compiled."""
-        given_up = [key for key in keys if self._compiled.get(key) is not None]
+        given_up = [key for key in dict.fromkeys(keys) if self._compiled.get(key) is not None]
         for key in given_up:
             self._compiled[key] = None
             self.refused[reason] += 1
         return bool(given_up)
 
-    def _try(self, graph: AnnotatedGraph, unit: CompileUnit) -> CompiledUnit | None:
-        nodes = {f.ordinal: n for n, f in {**graph.input_facts, **graph.facts}.items()}
+    def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
         facts = [graph.facts[nodes[ordinal]] for ordinal in unit.nodes]
-        refusal = why_not(facts, [graph.producer_facts(nodes[ordinal]) for ordinal in unit.inputs])
-        if refusal:
-            self.refused[refusal] += 1
-            return None
+        assumed = _guards(graph)
         try:
             module = unit_graph(graph, unit, nodes)
-            return CompiledUnit(module, self._compile(module, _fakes(graph, unit, nodes)))
+            made = self._compile(module, _fakes(graph, unit, nodes))
         except Exception as error:
             # Results are the same without it, so this is no reason to stop: but it is said.
             where = f"{facts[0]} to {facts[-1]} ({facts[0].source})"
@@ -102,24 +138,71 @@ class UnitCompiler:
             )
             self.refused["compile_failed"] += 1
             return None
+        if self._late and _guards(graph) > assumed:
+            self.refused["unit_sizes"] += 1  # Dynamo has its guards already, and would not check this one
+            return None
+        writes = frozenset().union(*(f.writes for f in facts))
+        given = [graph.producer_facts(nodes[ordinal]) for ordinal in taken(graph, unit, nodes)]
+        written = [i for i, f in enumerate(given) if f is not None and f.specs and f.results & writes]
+        return CompiledUnit(module, made, written)
 
 
-def why_not(facts: Sequence[NodeFacts], given: Sequence[NodeFacts | None]) -> str:
-    """The reason code why a unit must not be compiled; "" if it may be."""
+class Touched(NamedTuple):
+    """Roots that anything of a graph writes, reshapes in place, and addresses the storage of."""
+
+    written: frozenset[int]
+    reshaped: frozenset[int]
+    addressed: frozenset[int]
+
+    @classmethod
+    def of(cls, facts: Collection[NodeFacts]) -> "Touched":
+        """What these nodes touch."""
+        strided = (f for f in facts if any(name.startswith("aten::as_strided") for name in f.aten))
+        return cls(
+            frozenset().union(*(f.writes for f in facts)),
+            frozenset().union(*(f.reshapes for f in facts)),
+            frozenset().union(*(f.reads | f.results for f in strided)),
+        )
+
+
+def why_not(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node], touched: Touched) -> str:
+    """The reason code why a unit must not be compiled; "" if it may be. ``touched`` is what the whole graph does."""
+    facts = [graph.facts[nodes[ordinal]] for ordinal in unit.nodes]
     if any(f.mode != ModeState() for f in facts):
         return "unit_mode"  # a compiler would trace it in the mode of now
+    if any(f.opaque or WORLD in f.writes for f in facts):
+        return "unit_opaque"
     if any(RANDOM_STATE in f.writes for f in facts):
         return "unit_random"  # it has random numbers of its own
-    if any(f.opaque for f in facts):
-        return "unit_opaque"
-    written = frozenset().union(*(f.writes for f in facts))
-    roots = [f.results for f in given if f is not None]
-    if any(sum(root in of for of in roots) > 1 for root in written):
+    writes = frozenset().union(*(f.writes for f in facts))
+    roots = [f.results for o in unit.inputs if (f := graph.producer_facts(nodes[o])) is not None]
+    if any(sum(root in of for of in roots) > 1 for root in writes):
         return "unit_alias"  # it would not see that two inputs share what is written
     outside = frozenset().union(*roots)
-    if any(f.reshapes & outside for f in facts):
+    made = [graph.facts[nodes[ordinal]].results for ordinal in unit.outputs]
+    if any(sum(root in of for of in made) > 1 for root in touched.written - outside):
+        return "unit_alias"  # it might give each output memory of its own
+    # What is reshaped anywhere does not look, where the unit takes it, as it looks at the end of the graph.
+    if touched.reshaped & outside:
         return "unit_reshapes"
+    if touched.addressed & outside.union(*made):
+        return "unit_storage"  # what lies around a view is not there, or elsewhere, when a compiler has been at it
+    if any(_is_odd(graph.fakes.get(nodes[ordinal])) for ordinal in unit.inputs):
+        return "unit_odd_input"
     return ""
+
+
+def _is_odd(value: Any) -> bool:
+    """Whether a tensor says more of itself than shape, strides and dtype: a fake of it would not."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not is_plain(value) or is_traceable_wrapper_subclass(value) or value.is_conj() or value.is_neg()
+
+
+def _guards(graph: AnnotatedGraph) -> int:
+    """How much has been assumed of the sizes that the graph leaves open."""
+    env = getattr(graph.fake_mode, "shape_env", None)
+    return 0 if env is None else len(env.guards)
 
 
 def unit_graph(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> GraphModule:
@@ -134,6 +217,10 @@ def unit_graph(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Nod
     for ordinal in unit.nodes:
         copy = copies[nodes[ordinal]] = made.node_copy(nodes[ordinal], copies.__getitem__)
         copy.meta = {k: v for k, v in copy.meta.items() if k in ("stack_trace", "nn_module_stack")}
+    for node, copy in copies.items():
+        if node in graph.fakes:
+            # The cache of AOTAutograd takes methods of what it knows to be tensors only.
+            copy.meta["example_value"] = graph.fakes[node]
     made.output(tuple(copies[nodes[ordinal]] for ordinal in unit.outputs))
     return GraphModule(graph.module, made)
 

@@ -38,8 +38,14 @@ class _Builder:
             self.members.setdefault(facts.group, []).append(node)
         self.ordinals = {n: f.ordinal for n, f in {**graph.input_facts, **graph.facts}.items()}
         self.specs = {n: f.specs for n, f in {**graph.input_facts, **graph.facts}.items()}
+        self.sizes = {n: f.size for n, f in {**graph.input_facts, **graph.facts}.items() if f.size}
+        self.graph_symbols = SymbolNames()
+        for node in self.specs:  # in the order of the graph, whatever is cut where
+            self.graph_symbols.text(self.sizes.get(node, ""))
+            for spec in self.specs[node]:
+                self.graph_symbols.text(" ".join((*spec.shape, *spec.strides)))
         self.held = {n: value for n, value in graph.constants.items() if isinstance(value, GraphModule)}
-        self.objects: dict[int, int] = {}
+        self.objects = graph.objects
         self.given = {facts.ordinal: facts for facts in graph.input_facts.values()}
 
     def build(self, passes: tuple[PassResult, ...]) -> Plan:
@@ -253,31 +259,54 @@ class _Builder:
             units=units,
         )
 
-    def _key(self, nodes: Sequence[Node], outputs: Iterable[Node]) -> str:
+    def _key(self, nodes: Sequence[Node], outputs: Iterable[Node], symbols: SymbolNames | None = None) -> str:
         modes = {mode: self._mode_text(mode) for mode in {self.graph.facts[node].mode for node in nodes}}
         return structural_key(
-            nodes, self.graph.facts, self.specs, modes, self.held, outputs, self.graph.device, self.objects
+            nodes,
+            self.graph.facts,
+            self.specs,
+            self.sizes,
+            modes,
+            self.held,
+            outputs,
+            self.graph.device,
+            self.objects,
+            symbols,
         )
 
     def _units(self, nodes: Sequence[Node], outputs: Sequence[Node]) -> Iterable[CompileUnit]:
         """The parts of a segment that are compiled; arithmetic on sizes comes before and is in none of them."""
-        inside = [node for node in nodes if not self.graph.facts[node].host_only]
+        inside = self._computing(nodes)
         leaving = set(outputs)
 
         def given_by(piece: Sequence[Node]) -> list[Node]:
             own = set(piece)
             return [n for n in piece if n in leaving or not own.issuperset(n.users)]
 
-        pieces = cut_units(inside, self.graph.facts.__getitem__, lambda piece: self._key(piece, given_by(piece)))
+        def key(piece: Sequence[Node]) -> str:
+            return self._key(piece, given_by(piece), self.graph_symbols)
+
+        pieces = cut_units(inside, self.graph.facts.__getitem__, key)
         for piece in pieces:
             own = set(piece)
             taken = dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in own)
             yield CompileUnit(
-                key=self._key(piece, given_by(piece)),
+                key=key(piece),
                 nodes=tuple(self.ordinals[n] for n in piece),
                 inputs=tuple(self.ordinals[n] for n in taken if n in self.ordinals),
                 outputs=tuple(self.ordinals[n] for n in given_by(piece)),
             )
+
+    def _computing(self, nodes: Sequence[Node]) -> list[Node]:
+        """Nodes but for arithmetic on sizes that needs nothing of the others."""
+        # What opens and closes a functorch transform takes no tensor, but belongs to what is between.
+        groups = {self.graph.facts[node].group for node in nodes if not self.graph.facts[node].host_only}
+        found: dict[Node, None] = {}
+        for node in nodes:
+            facts = self.graph.facts[node]
+            if not facts.host_only or facts.group in groups or not found.keys().isdisjoint(node.all_input_nodes):
+                found[node] = None
+        return list(found)
 
     def _reasons(self, cut: Cut, nodes: list[Node]) -> Iterable[StepReason]:
         if cut.kind == "segment":

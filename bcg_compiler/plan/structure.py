@@ -37,7 +37,8 @@ class SymbolNames:
 
 
 def _ordered(size: str) -> str:
-    if len(set(_SYMBOL.findall(size))) < 2:
+    # sympy writes (a + b)//2 as floor(a/2 + b/2), which nobody evaluates, and which floats may round down too far.
+    if len(set(_SYMBOL.findall(size))) < 2 or "//" in size:
         return size
     try:
         return str(sympy.sympify(size))
@@ -49,22 +50,26 @@ def structural_key(
     nodes: Iterable[Node],
     facts: Mapping[Node, NodeFacts],
     specs: Mapping[Node, tuple[TensorSpec, ...]],
+    sizes: Mapping[Node, str],
     modes: Mapping[ModeState, str],
     held: Mapping[Node, GraphModule],
     outputs: Iterable[Node],
     device: str,
     objects: dict[int, int],
+    symbols: SymbolNames | None = None,
 ) -> str:
     """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
 
     Names of nodes and parameters do not count: values are numbered in the order they are met. ``specs`` are those of
-    values from outside, ``modes`` the mode of each state as text, ``held`` the graphs that higher-order operations run.
-    ``device``, the one that the graph computes on, is named by its role, so that a plan made on one machine is that of
-    another: the key holds within one device. ``objects`` numbers those of which nothing is known but their identity, in
-    the order they are met.
+    values from outside, ``sizes`` the expressions of those that are numbers, ``modes`` the mode of each state as text,
+    ``held`` the graphs that higher-order operations run. ``device``, the one that the graph computes on, is named by
+    its role, so that a plan made on one machine is that of another: the key holds within one device. ``objects``
+    numbers those of which nothing is known but their identity, in the order they are met. ``symbols`` are the names of
+    sizes, where not any other ones would do as well: code that is compiled for one size may hold what is known of that
+    one only.
     """
     numbers: dict[Node, int] = {}
-    symbols = SymbolNames()
+    symbols = symbols or SymbolNames()
     lines: list[str] = []
 
     def reference(node: Node) -> str:
@@ -72,6 +77,7 @@ def structural_key(
             numbers[node] = len(numbers)
             described = ";".join(f"{symbols.spec(s)}/{symbols.spec(s).strides}/{s.device}" for s in specs.get(node, ()))
             inner = held[node].code if node in held else ""
+            inner += symbols.text(sizes.get(node, ""))
             lines.append(f"%{numbers[node]} = given {described}{inner}".replace(f"/{device}", "/main"))
         return f"%{numbers[node]}"
 

@@ -32,10 +32,21 @@ def cut_units(
     for pieces in (_by_layer(nodes, facts), _by_period(nodes, facts)):
         if len(pieces) < 3:
             continue
+        pieces = whole_groups(pieces, facts)
         different = {key(piece): len(piece) for piece in pieces}
         if 2 * sum(different.values()) <= len(nodes):
             return pieces
     return [list(nodes)] if nodes else []
+
+
+def whole_groups(pieces: Sequence[Sequence[Node]], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:
+    """The same pieces, with each group where it begins: a unit neither takes nor gives a tuple."""
+    home: dict[int, int] = {}
+    found: list[list[Node]] = [[] for _ in pieces]
+    for index, piece in enumerate(pieces):
+        for node in piece:
+            found[home.setdefault(facts(node).group, index)].append(node)
+    return [sorted(piece, key=lambda node: facts(node).ordinal) for piece in found if piece]
 
 
 def _by_layer(nodes: Sequence[Node], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:

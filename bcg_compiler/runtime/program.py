@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bcg_compiler.buckets import Admission, Batch, Ladder, admit
 from bcg_compiler.compat.backends import attention_kernels
-from bcg_compiler.compat.fake import is_plain
+from bcg_compiler.compat.fake import is_plain, replaced_sizes, size_conditions
 from bcg_compiler.context import forward_context, published
 from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
@@ -25,7 +25,7 @@ from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Step
 from bcg_compiler.plan.memory import forecast_ladder
 from bcg_compiler.plan.padding import token_place
-from bcg_compiler.plan.sizes import evaluate
+from bcg_compiler.plan.sizes import evaluate, substitute
 from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.arena import Arena
 from bcg_compiler.runtime.buckets import Bucket, Sizes, read_sizes
@@ -441,6 +441,19 @@ class Program:
         """The units that were not compiled, by reason code."""
         compiler = self._compiled.compiler
         return Counter() if compiler is None else compiler.refused
+
+    def size_conditions(self) -> list[str]:
+        """What holds of the sizes that the plan leaves open, what compilers of units assumed of them included."""
+        graph, values = self._compiled.graph, {value.ordinal: value for value in self.plan.values}
+        names: dict[str, str] = {}
+        for facts in graph.input_facts.values():
+            for raw, spec in zip(facts.specs, values[facts.ordinal].specs, strict=True):
+                names.update(zip((*raw.shape, *raw.strides), (*spec.shape, *spec.strides), strict=True))
+        found = list(size_conditions(graph.fake_mode))
+        found += [
+            f"Eq({symbol}, {size})" for symbol, size in replaced_sizes(graph.fake_mode).items() if symbol in names
+        ]
+        return list(dict.fromkeys((*self.plan.conditions, *(substitute(c, names) for c in found))))
 
     @property
     def forecast_bytes(self) -> int:

@@ -9,7 +9,7 @@ fake run), views are real views, writes are only noted. A replay runs the notes.
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,13 +61,15 @@ class EmulatedCapture:
         """The tapes hold all there is."""
 
 
+_AUTOCAST = ("cpu", "cuda")
+
 #: An operation with the arguments of capture, the results that a replay must fill, and the line of the segment's text.
 _Note = tuple[Any, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...], tuple[str, int] | None]
 
 
 def _play(notes: tuple[_Note, ...], device: str) -> None:
     # The casts of autocast were recorded like everything else.
-    with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
+    with torch.autocast(device, enabled=False) if device in _AUTOCAST else nullcontext():
         for op, args, kwargs, results, line in notes:
             try:
                 made = op(*args, **kwargs)
@@ -122,8 +124,13 @@ class _Recorder(TorchDispatchMode):
         given = {storage_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         fresh = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and storage_key(r) not in given]
 
+        modes = [torch.autocast(d, torch.get_autocast_dtype(d)) for d in _AUTOCAST if torch.is_autocast_enabled(d)]
+
         def run(*args: Any) -> list[Any]:
-            made = unit.run(*args)
+            with ExitStack() as stack:  # what a compiler leaves to eager operations is cast as they are
+                for mode in modes:
+                    stack.enter_context(mode)
+                made = unit.run(*args)
             return [made[i] for i in fresh]
 
         self.notes.append((run, args, {}, tuple(results[i] for i in fresh), _generated_line()))
