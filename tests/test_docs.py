@@ -8,7 +8,7 @@ import pytest
 
 import bcg_compiler as bcg
 from bcg_compiler.buckets.admission import Refusal
-from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS, UNPADDED
+from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS, EAGER_UNITS, UNPADDED
 from bcg_compiler.plan.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,13 +27,15 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
     text = (ROOT / "docs/reasons.md").read_text()
     in_docs = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     of_segments = {"capturable", "moved"}
-    assert set(in_docs) == {*BREAKS, *EAGER_RUNS, *UNPADDED, *(rule.code for rule in RULES), *of_segments}
+    codes = {*BREAKS, *EAGER_RUNS, *EAGER_UNITS, *UNPADDED, *of_segments}
+    assert set(in_docs) == {*codes, *(rule.code for rule in RULES)}
     assert set(get_args(Refusal)) <= set(EAGER_RUNS)
     assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in RULES)
 
 
-def test_examples_of_admission_print_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
-    for example in re.findall(r"```python\n(.*?)```", (ROOT / "docs/admission.md").read_text(), re.DOTALL):
+@pytest.mark.parametrize("page", ["admission", "units", "aot"])
+def test_examples_print_what_they_say(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL):
         exec(example, {})
         said = " ".join(re.findall(r"^# (.*)$", example, re.MULTILINE))
         assert " ".join(capsys.readouterr().out.split()) == said

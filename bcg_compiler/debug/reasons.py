@@ -120,6 +120,30 @@ EAGER_RUNS = {
     "not_compiled": Meaning("the model has not run yet", "Call it once."),
 }
 
+#: Why a unit of a segment is not compiled, and its operations run as they are.
+EAGER_UNITS = {
+    "unit_mode": Meaning(
+        "it is in an autocast, inference or grad region of the graph's own", "Open the region around the call."
+    ),
+    "unit_random": Meaning("it draws random numbers, and compiled code draws other ones", ""),
+    "unit_opaque": Meaning("it holds an operation whose body cannot be seen", ""),
+    "unit_alias": Meaning(
+        "two of its inputs, or of its results, share memory that is written",
+        "Write into a copy, or return a new tensor.",
+    ),
+    "unit_reshapes": Meaning("the shape of a value that it is given is changed in place", "Use a view instead."),
+    "unit_storage": Meaning("the graph addresses the storage behind a value that it is given, or gives", ""),
+    "unit_odd_input": Meaning(
+        "it is given a value that is conjugated or negated lazily, sparse, quantized, or of a subclass",
+        "Call resolve_conj() or resolve_neg() where the value is made.",
+    ),
+    "unit_sizes": Meaning(
+        "it was compiled after the first call, and the compiler assumed something of open sizes that nobody checks", ""
+    ),
+    "compile_failed": Meaning("the compiler failed; a warning says how", ""),
+    "unit_capture_failed": Meaning("its compiled code could not be captured, and its operations could", ""),
+}
+
 #: Why a graph is not padded to the ladder: its exact shapes are captured.
 UNPADDED = {
     "no_token_dim": Meaning(
