@@ -1,6 +1,6 @@
 """Buckets at run time: which one a call goes to, and what tensors look like in it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,15 @@ class Bucket:
 
 
 class Sizes:
-    """Reads the sizes that a plan leaves open from the arguments of a call."""
+    """Reads the sizes that a plan leaves open from the arguments of a call.
 
-    def __init__(self, plan: Plan, padding: Padding) -> None:
+    ``conditions`` are what must hold of them, beyond those of the padding.
+    """
+
+    def __init__(self, plan: Plan, padding: Padding, conditions: Iterable[str] = ()) -> None:
         self.padding = padding
+        more = (condition for condition in conditions if padding.symbol in symbols_in(condition))
+        self._conditions = tuple(dict.fromkeys((*padding.conditions, *more)))
         sources = symbol_sources(plan)
         self._rows = sources.pop(padding.symbol)
         self._others = tuple(sources.items())
@@ -78,7 +83,7 @@ class Sizes:
 
     def _holds(self, bucket: Bucket) -> bool:
         try:
-            return all(evaluate(condition, bucket.symbols) for condition in self.padding.conditions)
+            return all(evaluate(condition, bucket.symbols) for condition in self._conditions)
         except KeyError:  # it depends on what is no size, or nobody here can compute it
             return False
 

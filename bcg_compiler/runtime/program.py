@@ -592,7 +592,8 @@ class Program:
         place = token_place(self._options, plan)
         self._rows_at = (positions[place[0]], place[1]) if place is not None else None
         padding = plan.padding if self._never is None else None
-        self._sizes_open = Sizes(plan, padding) if padding is not None else None
+        # Compilers of units may have assumed more of sizes than the trace did.
+        self._sizes_open = Sizes(plan, padding, self.size_conditions()) if padding is not None else None
         if padding is not None:
             factor = self._options.max_padding_factor
             self._limits = replace(self._options.limits, max_padding_factor=factor, least=padding.least)
