@@ -1,6 +1,6 @@
 """One capture of a program: for one set of shapes and one set of addresses."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -64,7 +64,7 @@ def record(
     values.update(bridges)
     made: dict[int, Any] = {}
     replays: dict[int, Replay] = {}
-    of_segments: set[int] = set()
+    references = _References(device, [*values.values(), *graph.constants.values()])
     held = _seen_by_breaks(graph, plan)
     unwritten = _filled(graph, plan)
     with capturing(device):
@@ -79,16 +79,14 @@ def record(
                     raise SegmentError(step.index, taken) from error
                 results = (result,) if len(step.outputs) == 1 else result or ()
                 values.update(zip(step.outputs, results, strict=True))
-                made.update((o, _reference(device, values[o])) for o in step.outputs)
-                of_segments |= set(step.outputs)
+                made.update((o, references.of(values[o])) for o in step.outputs)
                 del result, results
             elif step.index in lowered.fixed:
                 fixed = lowered.fixed[step.index]
+                before = set(values)
                 values.update(zip(fixed.outputs, fixed.run(*(values[o] for o in fixed.inputs)), strict=True))
-                in_pool = {storage_key(values[o]) for o in of_segments if o in values and isinstance(values[o], Tensor)}
-                for o in fixed.outputs:
-                    view = isinstance(values[o], Tensor) and storage_key(values[o]) in in_pool
-                    made[o] = _reference(device, values[o]) if view else values[o]
+                references.see_fixed(values, before, fixed.outputs)
+                made.update((o, references.of(values[o])) for o in fixed.outputs)
             for ordinal in unwritten.get(step.index, ()) if isinstance(device, _Rehearsal) else ():
                 if isinstance(values.get(ordinal), Tensor):
                     values[ordinal].zero_()  # what stands there may be no index
@@ -166,13 +164,36 @@ class _Rehearsal:
     def release(self) -> None: ...
 
 
-def _reference(device: CaptureDevice, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    found = device.reference(value)
-    if memory.is_inference(value) and found is not value:
-        memory.set_inference(found)
-    return found
+class _References:
+    """What replays name in place of the values of a capture: the same memory, which they leave to the pool.
+
+    Memory that is not of the pool keeps its identity, by which results are known to lie in an argument or a slot:
+    that of ``others``, and what fixed operations of breaks allocate.
+    """
+
+    def __init__(self, device: CaptureDevice, others: Iterable[Any]) -> None:
+        self._device = device
+        self._kept = [value for value in others if isinstance(value, Tensor)]  # alive: no other storage has their key
+        self._keys = {storage_key(value) for value in self._kept}
+
+    def see_fixed(self, values: Mapping[int, Any], before: Container[int], made: Iterable[int]) -> None:
+        """Fixed operations made values: what is no view of one that was there before, they have allocated."""
+        there = {storage_key(value) for o, value in values.items() if o in before and isinstance(value, Tensor)}
+        for value in (values[ordinal] for ordinal in made):
+            if isinstance(value, Tensor) and storage_key(value) not in there:
+                self._kept.append(value)
+                self._keys.add(storage_key(value))
+
+    def of(self, value: Any) -> Any:
+        """The value for replays."""
+        if not isinstance(value, Tensor) or storage_key(value) in self._keys:
+            return value
+        if value.untyped_storage().nbytes() == 0:
+            return value  # all that hold nothing would have one address, and look as if they shared it
+        found = self._device.reference(value)
+        if memory.is_inference(value) and found is not value:
+            memory.set_inference(found)
+        return found
 
 
 def _seen_by_breaks(graph: AnnotatedGraph, plan: Plan) -> set[int]:
