@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from bcg_compiler.compat import dynamo
+from bcg_compiler.compat.backends import autocast_now
 from bcg_compiler.errors import AotError
 from bcg_compiler.plan import Plan, Value
 from bcg_compiler.plan.padding import label, symbol_sources
@@ -54,7 +55,7 @@ class AotProgram:
         self._of_model = trace.held_by_model(leaves)
         self._sizes = _OpenSizes(program, self._given)
         self._grad = any(isinstance(value, Tensor) and value.requires_grad for value in trace.flat)
-        self._autocast = _autocast()
+        self._autocast = autocast_now()
         self._picks, self._result = _picks(result, trace.sentinels, trace.flat, leaves)
         register_for(program, self)
 
@@ -94,9 +95,9 @@ class AotProgram:
         self._sizes.check(leaves)
         if torch.is_grad_enabled() and (self._grad or any([tensor.requires_grad for tensor in tensors])):
             raise AotError("The program computes no gradients. Call it under torch.no_grad() or inference_mode().")
-        if _autocast() != self._autocast:
+        if autocast_now() != self._autocast:
             raise AotError(
-                f"The program was compiled with autocast {self._autocast}, and is called with {_autocast()}."
+                f"The program was compiled with autocast {self._autocast}, and is called with {autocast_now()}."
             )
 
 
@@ -378,7 +379,3 @@ def _picks(
                 f"with torch.utils._pytree.register_pytree_node, or return tensors in tuples, lists and dictionaries."
             )
     return picks, structure
-
-
-def _autocast() -> tuple[Any, ...]:
-    return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))

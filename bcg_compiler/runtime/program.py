@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bcg_compiler.buckets import Admission, Batch, Ladder, admit
-from bcg_compiler.compat.backends import attention_kernels
+from bcg_compiler.compat.backends import attention_kernels, autocast_as, autocast_now
 from bcg_compiler.compat.fake import is_plain, replaced_sizes, size_conditions
 from bcg_compiler.context import forward_context, published
 from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError
@@ -98,6 +98,7 @@ class Program:
         self._captured: list[Mapping[str, int]] = []  # open sizes, in the order of captures
         self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
         self._grad = False  # whether calls are made under grad mode
+        self._autocast = autocast_now()
         self._examples: dict[tuple[int, ...], list[Any]] = {}  # by these sizes: what arguments look like
         self._lost: dict[int, str] = {}  # rungs of the ladder that could not be captured, and why
         self.complete = False  # whether bcg.capture has captured all there is
@@ -173,7 +174,8 @@ class Program:
         rows, others = sizes.rows(args), sizes.others(args)
         if others not in self._examples and len(self._examples) < self._options.max_captures:
             self._examples[others] = self._example(args)
-            self._grad = torch.is_grad_enabled()  # the same at each call: Dynamo guards on it
+            # Both are the same at each call: Dynamo guards on them.
+            self._grad, self._autocast = torch.is_grad_enabled(), autocast_now()
         self._others = others
         admission = self._admission(rows, others)
         if admission.bucket is None:
@@ -383,7 +385,7 @@ class Program:
             self._examples, self._warm = examples, warm
             done: set[Any] = set()
             while left := [b for b in self.planned if (b.rows, b.others) not in done]:
-                with torch.set_grad_enabled(self._grad):
+                with torch.set_grad_enabled(self._grad), autocast_as(self._autocast):
                     rung = self._capture_rung(left[0], done, smoke)
                 yield rung
             if self._on_cuda:

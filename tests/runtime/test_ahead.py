@@ -29,3 +29,19 @@ def test_the_mode_of_the_caller_of_capture_does_not_matter(mode: Any, capture_mo
         with mode(), bcg.counters.expect(replays=1, captures=0):
             got = compiled(x)
             torch.testing.assert_close(got, model(x))
+
+
+def test_captured_ahead_a_program_has_the_autocast_of_its_calls() -> None:
+    """``bcg.capture`` outside of the autocast region of the calls captured without it: results of another dtype."""
+    model = torch.nn.Linear(4, 4).requires_grad_(False)
+    compiled = torch.compile(model, backend="bcg", options={"ladder": [4, 8], "min_segment_kernels": 1}, dynamic=True)
+    region = torch.autocast("cpu", dtype=torch.bfloat16)
+    with region:
+        compiled(torch.rand(3, 4))
+    bcg.capture(compiled, progress=False)
+    for length in (3, 7):
+        x = torch.rand(length, 4)
+        with region, bcg.counters.expect(replays=1, captures=0):
+            got = compiled(x)
+            assert got.dtype == torch.bfloat16
+            assert torch.equal(got, model(x))
