@@ -170,7 +170,7 @@ def why_not(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node],
     facts = [graph.facts[nodes[ordinal]] for ordinal in unit.nodes]
     if any(f.mode != ModeState() for f in facts):
         return "unit_mode"  # a compiler would trace it in the mode of now
-    if any(f.opaque or WORLD in f.writes for f in facts):
+    if any(f.opaque or {WORLD, RANDOM_STATE} <= f.writes for f in facts):
         return "unit_opaque"
     if any(RANDOM_STATE in f.writes for f in facts):
         return "unit_random"  # it has random numbers of its own

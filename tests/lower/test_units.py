@@ -360,3 +360,8 @@ def test_equal_units_are_compiled_once() -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)) for _ in range(5)))
     stats = check(layers, *[lambda: (torch.ones(2, 4),)] * 3, compiler=counting)
     assert (len(made), stats.unique_units, stats.replays) == (1, 1, 2)
+
+
+def test_a_result_that_is_expanded_is_replayed() -> None:
+    """The emulated device wrote it element by element, though several lie in one place."""
+    assert check(lambda a, b: torch.relu(a)[None].expand(2, -1), *THREE).eager_units == {}

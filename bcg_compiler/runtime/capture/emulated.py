@@ -140,9 +140,10 @@ class _Recorder(TorchDispatchMode):
                 for mode in modes:
                     stack.enter_context(mode)
                 made = unit.run(*args)
-            return [made[i] for i in fresh]
+            return [_unexpanded(made[i], results[i]) for i in fresh]
 
-        self.notes.append((run, args, {}, tuple(results[i] for i in fresh), _generated_line()))
+        targets = tuple(_unexpanded(results[i], results[i]) for i in fresh)
+        self.notes.append((run, args, {}, targets, _generated_line()))
         return results
 
     def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -191,6 +192,11 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     }
 )
+
+
+def _unexpanded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with one element for all that lie in one place of ``like``: an expanded tensor cannot be written."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in like.stride())]
 
 
 def _like(fake: torch.Tensor) -> torch.Tensor:
