@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_module_simplified, make_boxed_func
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import bcg_compiler as bcg
+from bcg_compiler.plan import build
+from bcg_compiler.plan.units import whole_groups
 
 WAYS = ("captured",)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -332,6 +335,26 @@ def holds(examples: int, compile_pair: Callable[..., Any], bodies: list[Any]) ->
 
 def test_random_programs_give_what_eager_gives(compile_pair: Callable[..., Any], bodies: list[Any]) -> None:
     holds(100, compile_pair, bodies)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_random_programs_in_compiled_units_give_what_eager_gives(
+    compile_pair: Callable[..., Any], bodies: list[Any], monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """Wherever units are cut, and though a compiler takes each input for memory of its own."""
+
+    def compiler(module: Any, fakes: Any) -> Callable[..., Any]:
+        return aot_module_simplified(module, list(fakes), fw_compiler=lambda inner, _: make_boxed_func(inner.forward))
+
+    def pair_of(module: Any, *, options: dict[str, Any], **given: Any) -> Any:
+        return compile_pair(module, options={**options, "segment_compiler": compiler}, **given)
+
+    def cut_units(nodes: Any, facts: Any, key: Any) -> Any:
+        return whole_groups([list(nodes[at : at + cut]) for at in range(0, len(nodes), cut)], facts)
+
+    if cut:
+        monkeypatch.setattr(build, "cut_units", cut_units)
+    holds(12, pair_of, bodies)
 
 
 @pytest.mark.nightly
