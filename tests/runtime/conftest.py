@@ -106,9 +106,12 @@ class Padded:
         """Open the dimensions of the tensors among the arguments."""
         for position, arg in enumerate(_tensors(args)):
             dims = self.open[position] if isinstance(self.open, (list, dict)) else self.open
-            for dim in dims if isinstance(dims, tuple) else (dims,):
-                if dim is not None:
-                    torch._dynamo.mark_dynamic(arg, dim)
+            open_ = [dim for dim in (dims if isinstance(dims, tuple) else (dims,)) if dim is not None]
+            for dim in open_:
+                torch._dynamo.mark_dynamic(arg, dim)
+            # Dynamo remembers the sizes of other tests' calls of a function, and opens what has differed.
+            for dim in set(range(arg.dim())) - {dim % arg.dim() for dim in open_} if open_ else ():
+                torch._dynamo.mark_static(arg, dim)
 
     def rows(self, args: Any) -> int:
         """The live rows of a call: by the first dimension that is open."""

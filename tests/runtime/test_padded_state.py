@@ -89,7 +89,7 @@ def test_state_is_what_eager_leaves(padded: Any, poisoned: None, made: type[nn.M
 
 
 def test_an_average_over_rows_is_taken_of_live_ones(padded: Any) -> None:
-    pair = padded(Average())
+    pair = padded(Average(), close=True)
     for n in (5, 7, 5, 3, 5, 7):
         pair(rows(n))
     assert "mean runs over all rows" in pair.plan.unpadded.text
