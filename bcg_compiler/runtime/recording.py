@@ -188,8 +188,8 @@ class _References:
         """The value for replays."""
         if not isinstance(value, Tensor) or storage_key(value) in self._keys:
             return value
-        if value.untyped_storage().nbytes() == 0:
-            return value  # all that hold nothing would have one address, and look as if they shared it
+        if value.untyped_storage().data_ptr() == 0:
+            return value  # empty or meta: all would have one address, and look as if they shared memory
         found = self._device.reference(value)
         if memory.is_inference(value) and found is not value:
             memory.set_inference(found)

@@ -68,7 +68,7 @@ def fields_of(draw: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:The ladder")
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_call_does_what_admission_answers(padded: Any, replayed: list[Any], data: st.DataObject) -> None:
     torch.compiler.reset()

@@ -222,7 +222,7 @@ def holds(examples: int, padded: Any) -> None:
 
 
 def test_random_token_programs_give_what_eager_gives(padded: Any, poisoned: None) -> None:
-    holds(50, padded)
+    holds(20, padded)
 
 
 @pytest.mark.nightly
