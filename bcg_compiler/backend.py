@@ -4,6 +4,7 @@ Compiling has no side effects: Dynamo may ask twice for one graph and drop the f
 """
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from bcg_compiler.runtime.program import Compiled
 from bcg_compiler.runtime.unsplit import UnsplitProgram
 
 _numbers = itertools.count()
+log = logging.getLogger("bcg_compiler")
 
 
 def bcg_backend(
@@ -63,6 +65,8 @@ def bcg_backend(
 
         def make(marked: AnnotatedGraph, options: Options) -> Compiled:
             plan = build_plan(marked, passes, replace(options, capture=asked))
+            if plan.unpadded is not None:
+                log.warning("bcg: a graph is captured in exact shapes and not padded: %s", plan.unpadded.text)
             units = {} if compiler is None or plan.uncaptured else compiler.units(marked, plan)
             return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>", units), compiler)
 

@@ -169,6 +169,14 @@ UNPADDED = {
         "a break writes what may be memory of the caller's, whose padded rows nobody may clear",
         "Give the break a tensor that the forward makes, or declare writes_every_row=True.",
     ),
+    "ambiguous_tokens": Meaning(
+        "several sizes of the inputs are open, and any of them could be the number of tokens",
+        'Name it: options={"token_dim": "input_ids:1"}.',
+    ),
+    "tied_sizes": Meaning(
+        "another open size of the inputs is bound to the number of tokens",
+        "Leave the other one closed (torch._dynamo.mark_static), or give inputs that need no second one.",
+    ),
     "unknown_layout": Meaning(
         "under assume_rows_independent: which rows of a result are live is not shown",
         "Return it with the rows in a dimension of their own.",

@@ -9,6 +9,7 @@ from torch.fx import Node
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat.fake import is_data_symbol, size_expression, storage_key, symbols_of, tree_leaves
 from bcg_compiler.compat.recorder import Recorded
+from bcg_compiler.facts.finite import Finite
 from bcg_compiler.facts.node import NodeFacts, RowVerdict
 from bcg_compiler.facts.row_rules import Operation, Rule, rule_for
 from bcg_compiler.facts.rows import Axis, Mixed, MixesError, Rows, Sizes, grows, is_settled, leads
@@ -43,6 +44,7 @@ class _Proof:
         self.known: dict[int, Rows | Mixed] = {}
         self.shared: dict[int, list[torch.Tensor]] = {}
         self.here = -1
+        self.finite = Finite(())
         self.fraction: Mixed | None = None
         self.misread: Mixed | None = None  # a number was read from mixed rows: whatever comes later may depend on it
 
@@ -53,6 +55,7 @@ class _Proof:
         ran: Sequence[Ran],
         returned: Sequence[Any],
     ) -> RowVerdict:
+        self.finite = Finite(outside)
         for tensor in outside:
             self._learn(tensor, self._by_shape(tensor))
         for node, facts, calls, given, result in ran:
@@ -62,6 +65,8 @@ class _Proof:
             self.fraction = self._fraction_of_rows(given)
             for call in calls:
                 self._call(call)
+                made = [leaf for leaf in call.results if isinstance(leaf, torch.Tensor)]
+                self.finite.see(call, [*call.writes, *made])
             self._read_numbers(given, result)
         mixed = [state for state in map(self._settled, [*returned, *outside]) if isinstance(state, Mixed)]
         if mixed:
@@ -138,7 +143,7 @@ class _Proof:
         if rule is None:
             raise MixesError(f"nothing is known of {name}")
         bare = name.partition("::")[2].removesuffix("_")
-        operation = Operation(bare, _named(call), results, self._rows, self.sizes)
+        operation = Operation(bare, _named(call), results, self._rows, self.sizes, self.finite.why)
         operation.no_size_is_a_number()
         return rule(operation)
 

@@ -37,6 +37,7 @@ class Operation:
     results: Sequence[torch.Tensor]
     known: Known
     sizes: Sizes
+    not_finite: Callable[[torch.Tensor], str] = lambda tensor: ""
 
     def rows(self, name: str) -> Rows:
         """What is known of a tensor argument."""
@@ -45,6 +46,12 @@ class Operation:
     def all_rows(self) -> list[Rows]:
         """What is known of all tensor arguments."""
         return [self.known(t) for t in tree_leaves(list(self.given.values())) if isinstance(t, torch.Tensor)]
+
+    def must_be_finite(self, *names: str) -> None:
+        """Padded rows of these arguments are multiplied by 0. Raises ``MixesError`` if they may not be finite."""
+        for value in (self.given[name] for name in names):
+            if why := self.not_finite(value):
+                raise MixesError(f"padded rows that may not be finite ({why}) are multiplied by 0")
 
     def dim(self, name: str, of: Rows, default: int | None = None) -> int:
         """A dimension, counted from the front."""
@@ -598,7 +605,11 @@ def _multiplied(op: Operation) -> Rows:
     inner, outer = len(left.dims) - 1, max(len(right.dims) - 2, 0)
     if grows(left.dims[inner]) or grows(right.dims[outer]):
         # Padded rows are added to live ones, unless what they are multiplied by is 0.
-        if not (_hides(left, inner, right, outer) or _hides(right, outer, left, inner)):
+        if _hides(left, inner, right, outer):
+            op.must_be_finite(other)
+        elif _hides(right, outer, left, inner):
+            op.must_be_finite(one)
+        else:
             raise MixesError("a matrix product adds up over rows")
         causal = True
     batch = _broadcast([Rows(left.dims[:-2]), Rows(right.dims[:-2])], max(len(left.dims) - 2, 0))
@@ -630,6 +641,7 @@ def _attended(op: Operation) -> Rows | tuple[Rows, ...]:
     if grows(key.dims[-2]):
         if not (_mask_hides(op, mask, key, value) or _order_hides(op, query, key, value)):
             raise MixesError("attention reads all rows: no mask that is known to hide the later ones")
+        op.must_be_finite("key", "value")
         causal = True
     if isinstance(mask, torch.Tensor):
         causal = causal or op.known(mask).causal

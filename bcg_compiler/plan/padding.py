@@ -29,15 +29,21 @@ def choose_padding(
     """How the ladder is used, or why not; ``None`` without a ladder.
 
     ``values`` are the inputs by ordinal; ``verdicts`` and ``conditions`` are those of the graph, in the plan's names.
-    Raises ``OptionError`` where several sizes are open and the options do not say which one is the number of tokens.
     """
     if options.ladder is None:
         return None
-    verdict = _of_tokens(options.token_dim, values, verdicts)
-    if verdict is None:
+    meant = _of_tokens(options.token_dim, values, verdicts)
+    if not meant:
         return Reason("no_token_dim", _no_token_dim(options.token_dim))
+    if len(meant) > 1:
+        return Reason("ambiguous_tokens", _ambiguous(values, meant))
+    (verdict,) = meant
     ordinal, dim = verdict.inputs[0]
     symbol = values[ordinal].specs[0].shape[dim]
+    conditions = tuple(conditions)
+    tied = next((c for c in conditions if c.startswith("Eq(") and {symbol} < symbols_in(c)), None)
+    if tied is not None:
+        return Reason("tied_sizes", f"another size of the inputs follows the number of tokens: {tied}")
     held = next((v for v in values.values() if v.kind in ("static", "constant") and has_rows(v.specs, symbol)), None)
     if held is not None:
         return Reason("held_rows", f"{held.name} is not given by the caller, and has as many rows")
@@ -68,23 +74,24 @@ def has_rows(specs: Iterable[TensorSpec], symbol: str) -> bool:
 
 def _of_tokens(
     wanted: int | str | None, values: Mapping[int, Value], verdicts: Sequence[RowVerdict]
-) -> RowVerdict | None:
-    """The verdict on the size that the options mean; ``None`` if this graph has none."""
+) -> Sequence[RowVerdict]:
+    """The verdicts on the sizes that the options may mean."""
     if isinstance(wanted, str):
         name, _, number = wanted.rpartition(":")
         verdicts = [v for v in verdicts if any(_is_meant(values[o], d, name, int(number)) for o, d in v.inputs)]
     elif wanted is not None:
         verdicts = [v for v in verdicts if any(d == wanted % len(values[o].specs[0].shape) for o, d in v.inputs)]
-    if len(verdicts) > 1:
-        places = [place for verdict in verdicts for place in verdict.inputs]
-        listed = ", ".join(f"dimension {dim} of {label(values[ordinal])}" for ordinal, dim in places)
-        ordinal, dim = places[0]
-        raise OptionError(
-            f"The ladder could be for several sizes that the graph leaves open: {listed}. Say which is the number of "
-            f"tokens: options={{'token_dim': '{values[ordinal].argument or values[ordinal].name}:{dim}'}}, or make the "
-            f"others static (torch._dynamo.mark_static)."
-        )
-    return verdicts[0] if verdicts else None
+    return verdicts
+
+
+def _ambiguous(values: Mapping[int, Value], verdicts: Sequence[RowVerdict]) -> str:
+    places = [place for verdict in verdicts for place in verdict.inputs]
+    listed = ", ".join(f"dimension {dim} of {label(values[ordinal])}" for ordinal, dim in places)
+    name = values[places[0][0]].argument or values[places[0][0]].name
+    return (
+        f"the ladder could be for several sizes that the graph leaves open: {listed}. Say which is the number of "
+        f"tokens (options={{'token_dim': '{name}:DIMENSION'}}), or make the others static (torch._dynamo.mark_static)"
+    )
 
 
 def _is_meant(value: Value, dim: int, name: str, wanted: int) -> bool:
@@ -106,8 +113,8 @@ def token_place(options: Options, plan: Plan) -> tuple[int, int] | None:
     if plan.padding is not None or options.ladder is None:
         return plan.padding.place if plan.padding is not None else None
     inputs = {value.ordinal: value for value in plan.values if value.ordinal in plan.inputs}
-    verdict = _of_tokens(options.token_dim, inputs, plan.rows)
-    return verdict.inputs[0] if verdict is not None else None
+    meant = _of_tokens(options.token_dim, inputs, plan.rows)
+    return meant[0].inputs[0] if len(meant) == 1 else None
 
 
 def slot_policy(options: Options, value: Value, padding: Padding | None) -> SlotPolicy:

@@ -45,9 +45,14 @@ def capture(
     so far. Nothing that the model does is done. After this the program is complete: ``options["on_late_capture"]`` says
     what a call does that needs another capture. Raises ``LadderError`` where nothing can be padded, with the reasons.
     """
-    programs = [program for program in programs_of(compiled) if isinstance(program, Program)]
+    found = programs_of(compiled)
+    programs = [program for program in found if isinstance(program, Program)]
+    if found and not programs:
+        raise LadderError("The model was called under grad mode only, where nothing is captured. Use torch.no_grad().")
     if not programs:
-        raise LadderError("The model has not run yet. Call it once, with inputs of any length, and capture then.")
+        raise LadderError(
+            "The model has not run yet, or no graph of it. Call it once, with inputs of any length, then capture."
+        )
     if ladder is not None:
         for program in programs:
             program.use_ladder(ladder if isinstance(ladder, Ladder) else Ladder(tuple(ladder)))
