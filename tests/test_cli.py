@@ -145,7 +145,7 @@ def run(model: str, place: Path, *args: str, lengths: str = "5\n9\n9\n") -> Any:
         (["explain", "user_factories:Fails"], "The model itself fails at length 128"),
         (["run", "."], "has no config.json"),
         (["explain", "."], "has no config.json"),
-        (["run", "llama", "--option", "min_segment_kernel=3"], "Did you mean 'min_segment_kernels'?"),
+        (["run", "llama", "--option", "min_segment_kernel=3"], "Did you mean 'min_segment_kernels' or"),
         (["explain", "llama", "--option", "min_segment_kernels=few"], "it must be an integer"),
         (["run", "llama", "--option", "min_segment_kernels=true"], "it must be an integer"),
         (["run", "llama", "--option", "capture=maybe"], "it must be one of 'auto', 'cuda', 'emulated', 'off'"),
@@ -164,7 +164,6 @@ def run(model: str, place: Path, *args: str, lengths: str = "5\n9\n9\n") -> Any:
         (["run", "llama", "--ladder", "64,32"], "buckets[1] is 32, behind 64"),
         (["run", "llama", "--ladder", "64", "--option", "ladder=[64]"], "'ladder' is given twice: as an --option and"),
         (["explain", "llama", "--ladder", "default:0"], "ceiling is 0; it must be at least 1"),
-        (["explain", "t5", "--ladder", "64"], "options={'token_dim': 'input_ids:1'}"),
         (["ladder"], "Give one of --count N, --relative WASTE and --default"),
         (["ladder", "--count", "4", "--default"], "Give one of"),
         (["ladder", "--count", "0"], "count is 0; it must be at least 1"),
@@ -343,7 +342,7 @@ def test_run_with_a_ladder_pads_and_says_how_it_went(place: Path) -> None:
     result = run("llama", place, "--layers", "1", "--ladder", "8,16,40", lengths=lengths)
     assert result.exit_code == 0, result.output
     assert "ladder: s0, dimension 1 of in1 (input_ids), is padded to 3 buckets: 8, 16, 40" in result.stdout
-    assert "proof: causal, shown from the graph; from 1 live row on" in result.stdout
+    assert "proof: causal, shown from the graph; from 2 live rows on" in result.stdout
     assert "padded rows: in1 (input_ids): zero" in result.stdout
     # 17 tokens are less than half of 40, in one call, and in four more of those that are timed.
     assert (
@@ -524,3 +523,10 @@ def test_a_picture_without_matplotlib_says_what_to_install(place: Path, monkeypa
     assert result.exit_code == 2
     assert 'pip install "bcg-compiler[plot]"' in result.stderr
     assert result.stdout == ""
+
+
+def test_explain_names_the_sizes_that_a_ladder_could_be_for() -> None:
+    """An encoder and a decoder have a length each."""
+    result = call("explain", "t5", "--ladder", "64")
+    assert result.exit_code == 0
+    assert "ambiguous_tokens" in result.stdout and "decoder_input_ids" in result.stdout
