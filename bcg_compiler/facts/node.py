@@ -64,12 +64,14 @@ class RowVerdict:
                 all that is computed of them;
                 ``mixing``: they can, or it could not be shown
     ``least``   the fewest live rows for which that holds: a graph may take its first two rows, say
+    ``bounds``  conditions on the number of rows in a bucket: beyond them padded positions are in no table
     ``text`` …  of a mixing graph: why, and the node that mixes rows first, as far as known
     """
 
     inputs: tuple[tuple[int, int], ...]
     kind: Literal["row_wise", "causal", "mixing"]
     least: int = 1
+    bounds: tuple[str, ...] = ()
     text: str = ""
     ordinal: int = -1
     op: str = ""

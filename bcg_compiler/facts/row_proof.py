@@ -73,10 +73,18 @@ class _Proof:
             first = min(mixed, key=lambda state: state.ordinal)
             facts = next((f for _, f, *_ in ran if f.ordinal == first.ordinal), NodeFacts(first.ordinal, ""))
             return RowVerdict(
-                places, "mixing", self.sizes.least, first.text, first.ordinal, facts.op, facts.module, facts.source
+                places,
+                "mixing",
+                self.sizes.least,
+                tuple(self.sizes.bounds),
+                first.text,
+                first.ordinal,
+                facts.op,
+                facts.module,
+                facts.source,
             )
         causal = any(isinstance(v, torch.Tensor) and self._rows(v).causal for v in [*returned, *outside])
-        return RowVerdict(places, "causal" if causal else "row_wise", self.sizes.least)
+        return RowVerdict(places, "causal" if causal else "row_wise", self.sizes.least, tuple(self.sizes.bounds))
 
     def _settled(self, value: Any) -> Rows | Mixed | None:
         """What is known of a value that outlives the call."""

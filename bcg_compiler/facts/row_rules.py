@@ -710,6 +710,7 @@ def _looked_up(op: Operation) -> Rows:
     table, index = op.rows("weight"), op.rows("indices")
     if grows(table.dims[0]):
         raise MixesError("it looks up rows by number")
+    _stays_inside(op, table.dims[0], index)
     return Rows((*index.dims, *table.dims[1:]), causal=index.causal or table.causal)
 
 
@@ -725,6 +726,8 @@ def _indexed(op: Operation) -> Rows:
     for i, index in zip(at, given, strict=True):
         if grows(value.dims[i]):
             _stays_live(value.dims[i], index)
+        else:
+            _stays_inside(op, value.dims[i], index)
     adjacent = at == list(range(at[0], at[-1] + 1))
     rest = [dim for i, dim in enumerate(value.dims) if i not in at]
     lead = at[0] if adjacent else 0
@@ -746,12 +749,21 @@ def _stays_live(dim: Dim, index: Rows) -> None:
     raise MixesError("it takes rows by number")
 
 
+def _stays_inside(op: Operation, table: Dim, index: Rows) -> None:
+    """Positions are looked up in a table, which may end before a bucket does."""
+    if index.iota is not None:
+        place, first = index.iota
+        op.sizes.at_most(size_of(index.dims[place]) + first, size_of(table))
+
+
 @_rule("index_select")
 def _picked(op: Operation) -> Rows:
     value, index = op.rows("self"), op.rows("index")
     place = op.dim("dim", value)
     if grows(value.dims[place]):
         _stays_live(value.dims[place], index)
+    else:
+        _stays_inside(op, value.dims[place], index)
     return Rows(_replaced(value.dims, place, index.dims[0] if index.dims else ()), causal=value.causal or index.causal)
 
 

@@ -84,6 +84,12 @@ class Sizes:
     def __init__(self, symbol: str) -> None:
         self.symbol = symbol
         self.least = 1
+        self.bounds: list[str] = []
+
+    def at_most(self, size: Size, bound: Size) -> None:
+        """A number of padded rows above the bound is an error: note it, as a condition on buckets."""
+        if self.grows(size):
+            self.bounds.append(f"{sympy.sympify(size)} <= {bound}")
 
     def need(self, live: Size, count: int) -> None:
         """What follows holds only if at least ``count`` entries are live: note how many rows that takes."""

@@ -53,7 +53,8 @@ class _Builder:
         if self.graph.whole and self.options.ladder is not None:
             check_slot_names(self.options, inputs)
         conditions = map(self.symbols.text, self.graph.conditions)
-        padding = choose_padding(self.options, {v.ordinal: v for v in inputs}, self.graph.rows, conditions)
+        rows = [replace(v, bounds=tuple(map(self.symbols.text, v.bounds))) for v in self.graph.rows]
+        padding = choose_padding(self.options, {v.ordinal: v for v in inputs}, rows, conditions)
         if isinstance(padding, Padding):
             plan = self._plan(inputs, passes, padding, None)
             refusal = PaddedRows(self.graph, self.symbols, padding).refusal(plan)
@@ -116,7 +117,10 @@ class _Builder:
             device=self.graph.device,
             uncaptured=self._uncaptured(steps) or self._stale_bridge(steps, bridges),
             passes=tuple(PassSummary(p.name, p.changes, p.notes) for p in passes),
-            rows=tuple(replace(rows, text=self.symbols.text(rows.text)) for rows in self.graph.rows),
+            rows=tuple(
+                replace(v, text=self.symbols.text(v.text), bounds=tuple(map(self.symbols.text, v.bounds)))
+                for v in self.graph.rows
+            ),
             conditions=tuple(map(self.symbols.text, self.graph.conditions)),
             padding=padding,
             unpadded=unpadded,

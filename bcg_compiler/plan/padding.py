@@ -59,7 +59,7 @@ def choose_padding(
         proof="assumed" if verdict.kind == "mixing" else verdict.kind,
         least=max(verdict.least, *ranges, 0),
         buckets=tuple(options.ladder.multiple_of(options.bucket_multiple)),
-        conditions=conditions,
+        conditions=(*conditions, *verdict.bounds),
     )
 
 
