@@ -56,7 +56,7 @@ def test_a_model_that_mixes_rows_is_captured_in_exact_shapes_and_names_the_node(
     assert set(ran.eager_runs) == {"warm_up"}
 
 
-@pytest.mark.parametrize("calls", [12, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("calls", [24, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("deepseek_v3", "gpt_oss"))]
 )
