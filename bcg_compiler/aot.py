@@ -204,6 +204,8 @@ class _Trace:
     def held_by_model(self, leaves: Sequence[Any]) -> list[tuple[int, Tensor]]:
         """The leaves that are tensors of the model's own."""
         own = {id(v) for s, v in zip(self._sources, self.flat, strict=True) if not s.startswith("L[")}
+        # Dynamo of torch 2.11 has one input for an argument and a parameter that are one, and names the argument only.
+        own |= {id(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)}
         return [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and id(leaf) in own]
 
     def forget(self) -> None:
