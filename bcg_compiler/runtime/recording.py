@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from bcg_compiler.compat.cuda_graphs import unowned
 from bcg_compiler.compat.fake import storage_key
 from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
@@ -148,6 +149,7 @@ class _Rehearsal:
     """A device that runs what it is given, and captures nothing."""
 
     name = "rehearsal"
+    keeps_memory = False
     bytes = 0
 
     def session(self) -> AbstractContextManager[None]:
@@ -155,9 +157,6 @@ class _Rehearsal:
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         return segment(*args), lambda: None
-
-    def reference(self, tensor: Tensor) -> Tensor:
-        return tensor
 
     def before_replay(self) -> None: ...
 
@@ -175,6 +174,7 @@ class _References:
         self._device = device
         self._kept = [value for value in others if isinstance(value, Tensor)]  # alive: no other storage has their key
         self._keys = {storage_key(value) for value in self._kept}
+        self._places: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def see_fixed(self, values: Mapping[int, Any], before: Container[int], made: Iterable[int]) -> None:
         """Fixed operations made values: what is no view of one that was there before, they have allocated."""
@@ -188,10 +188,16 @@ class _References:
         """The value for replays."""
         if not isinstance(value, Tensor) or storage_key(value) in self._keys:
             return value
-        if value.untyped_storage().data_ptr() == 0:
+        owner = value.untyped_storage()
+        place = owner.data_ptr(), owner.nbytes()
+        if place[0] == 0:
             return value  # empty or meta: all would have one address, and look as if they shared memory
-        found = self._device.reference(value)
-        if memory.is_inference(value) and found is not value:
+        if place not in self._places:
+            self._places[place] = unowned(owner)
+        found = memory.in_storage(self._places[place], memory.View.of(value))
+        if not self._device.keeps_memory:
+            found.bcg_owner = owner  # type: ignore[attr-defined]
+        if memory.is_inference(value):
             memory.set_inference(found)
         return found
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from bcg_compiler.compat.addresses import current_raw_stream
-from bcg_compiler.compat.cuda_graphs import StreamPool, mend, pool_bytes, unowned
+from bcg_compiler.compat.cuda_graphs import StreamPool, mend, pool_bytes
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
-from bcg_compiler.runtime.memory import View, in_storage
 
 
 class _Lane:
@@ -39,13 +38,13 @@ class CudaCapture:
     """One pool for all segments of a program: they share the memory of what dies inside them."""
 
     name = "cuda"
+    keeps_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
         self._lane = _lanes.setdefault(device.index, _Lane(device))
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._places: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -56,7 +55,6 @@ class CudaCapture:
             gc.disable()
             try:
                 self._lane.stream.wait_stream(current)
-                self._places.clear()  # what was there when another bucket was captured is another tensor
                 with torch.cuda.stream(self._lane.stream):
                     yield
                 current.wait_stream(self._lane.stream)
@@ -96,14 +94,6 @@ class CudaCapture:
             raise
         self._graphs.add(graph)
         return result, graph.replay
-
-    def reference(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, left to the pool. Results that share memory share it here, too."""
-        owner = tensor.untyped_storage()
-        place = owner.data_ptr(), owner.nbytes()
-        if place not in self._places:
-            self._places[place] = unowned(owner)
-        return in_storage(self._places[place], View.of(tensor))
 
     @property
     def bytes(self) -> int:

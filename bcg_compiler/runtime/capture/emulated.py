@@ -17,27 +17,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from bcg_compiler.compat.cuda_graphs import unowned
 from bcg_compiler.compat.fake import FakeTensorMode, storage_key
 from bcg_compiler.lower import CompiledUnit, units_seen_by
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
-from bcg_compiler.runtime.memory import View, in_storage, set_inference
+from bcg_compiler.runtime.memory import set_inference
 
 
 class EmulatedCapture:
     """Records onto tapes; nothing of it is shared between segments."""
 
     name = "emulated"
+    keeps_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.type
         self._bytes = 0
-        self._places: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Nothing to set up."""
-        self._places.clear()
         yield
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
@@ -47,16 +45,6 @@ class EmulatedCapture:
             result = segment(*args)
         self._bytes += sum(result.untyped_storage().nbytes() for note in tape.notes for result in note[3])
         return result, partial(_play, tuple(tape.notes), self._device)
-
-    def reference(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory under another identity, as on the other device; but here what is returned keeps it."""
-        owner = tensor.untyped_storage()
-        place = owner.data_ptr(), owner.nbytes()
-        if place not in self._places:
-            self._places[place] = unowned(owner)
-        found = in_storage(self._places[place], View.of(tensor))
-        found.bcg_owner = owner  # type: ignore[attr-defined]
-        return found
 
     @property
     def bytes(self) -> int:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
-
 from bcg_compiler.errors import BcgError
 
 #: Runs what was captured, on the addresses of capture.
@@ -22,16 +20,15 @@ class CaptureDevice(Protocol):
     #: ``cuda`` or ``emulated``
     name: str
 
+    #: Whether what replays name of a segment's results may leave their memory to the device, as a replay writes it anew
+    #: before it is read, and later captures use it, too.
+    keeps_memory: bool
+
     def session(self) -> AbstractContextManager[None]:
         """Around all segments of one capture: sets up and restores streams and garbage collection."""
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)``: its results at their fixed addresses, and what replays it."""
-
-    def reference(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A captured segment's result for replays to name: it need not keep its memory, which later captures may use,
-        as a replay writes it anew before it is read.
-        """
 
     @property
     def bytes(self) -> int:
