@@ -61,7 +61,7 @@ def bcg_backend(
         graph = collect_facts(module, example_inputs, parsed.capturable)
         passes = run_passes(graph, parsed)
 
-        compiler = unit_compiler(parsed, graph.device)
+        compiler = unit_compiler(parsed)
 
         def make(marked: AnnotatedGraph, options: Options) -> Compiled:
             plan = build_plan(marked, passes, replace(options, capture=asked))
@@ -80,12 +80,10 @@ def bcg_backend(
     return program
 
 
-def unit_compiler(options: Options, device: str) -> UnitCompiler | None:
-    """What compiles the units of a graph on ``device``; ``None`` if they run as they are."""
-    chosen = options.segment_compiler
-    if chosen == "auto":
-        chosen = "eager"
-    return None if chosen == "eager" or options.capture == "off" else UnitCompiler(chosen)
+def unit_compiler(options: Options) -> UnitCompiler | None:
+    """What compiles the units of a graph; ``None`` if they run as they are."""
+    as_they_are = options.segment_compiler in ("auto", "eager") or options.capture == "off"
+    return None if as_they_are else UnitCompiler(options.segment_compiler)
 
 
 def _bind_breaks(module: GraphModule) -> None:

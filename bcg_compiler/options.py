@@ -77,7 +77,7 @@ class Options:
     segment_compiler: Literal["auto", "eager", "inductor"] | Callable[..., Any] = "auto"
     """What compiles the units of segments. ``"eager"``: nobody, their operations run as they are and give eager's bits;
     ``"inductor"``; or a function of a graph, which returns a tuple, and of fakes of its inputs, that returns what is
-    called in its place. ``"auto"``: Inductor for graphs on CUDA devices that are captured, else eager."""
+    called in its place. ``"auto"`` is ``"eager"`` so far."""
 
     min_segment_kernels: int = 2
     """A segment with fewer kernels than this joins the break beside it: a graph launch costs more than a lone kernel.

@@ -1,5 +1,7 @@
 """What all tests share."""
 
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -15,3 +17,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in on_gpu:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """No programs of other tests, a seed, no grad mode."""
+    import torch
+
+    import bcg_compiler as bcg
+
+    bcg.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    bcg.reset()

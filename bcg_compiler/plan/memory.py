@@ -98,11 +98,17 @@ def bridge_intervals(plan: Plan, symbols: Symbols) -> list[Interval]:
 def tensor_bytes(spec: TensorSpec, symbols: Symbols) -> int:
     """The bytes of a buffer with the sizes and strides of ``spec``; 0 for one that has no strides, a sparse tensor."""
     shape = [evaluate(size, symbols) for size in spec.shape]
-    if 0 in shape or len(spec.strides) != len(shape):
+    if len(spec.strides) != len(shape):
         return 0
     strides = [evaluate(stride, symbols) for stride in spec.strides]
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return span * getattr(torch, spec.dtype).itemsize
+    return span(shape, strides) * getattr(torch, spec.dtype).itemsize
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie from the first one of a tensor to its last one, both included; 0 if it has none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def assign(intervals: Iterable[Interval]) -> tuple[dict[int, int], int]:

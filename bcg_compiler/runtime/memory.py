@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bcg_compiler.compat.fake import storage_key
 from bcg_compiler.errors import BreakResultError
+from bcg_compiler.plan.memory import span
 
 
 class Form(NamedTuple):
@@ -27,10 +28,7 @@ class Form(NamedTuple):
     @property
     def bytes(self) -> int:
         """What a storage for it must hold, in bytes."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (1 + last) * self.dtype.itemsize
+        return span(self.shape, self.strides) * self.dtype.itemsize
 
     def buffer(self) -> Tensor:
         """A new buffer of this form, in a storage of its own.
@@ -122,7 +120,7 @@ def own_together(values: Sequence[tuple[Tensor, tuple[int, ...]]], base: int, li
     if len(values) == 1:
         starts = [0]
     ends = [
-        start + 1 + sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
+        start + span(value.shape, strides)
         for start, (value, strides) in zip(starts, values, strict=True)
     ]
     memory = torch.empty(max(ends), dtype=first.dtype, device=first.device)
@@ -225,14 +223,8 @@ def share_storage(a: object, b: object) -> bool:
 def byte_range(tensor: Tensor) -> tuple[int, int]:
     """First address and the one behind the last."""
     start = tensor.data_ptr()
-    return start, start + _span(tensor) * tensor.element_size()
-
-
-def _span(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((_span(tensor),), (1,))
+    return tensor.as_strided((span(tensor.shape, tensor.stride()),), (1,))

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,8 @@ OPTIONS: dict[str, Any] = {"capture": "emulated", "min_segment_kernels": 1, "seg
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    bcg.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    bcg.reset()
+def _clean(clean: None) -> None:
+    """Each test begins anew."""
 
 
 class Layer(nn.Module):

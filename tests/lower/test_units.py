@@ -1,7 +1,7 @@
 """Units compiled apart: results are eager's, whatever the cuts, the memory that values share, and the compiler."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,12 +27,8 @@ def through_aot(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    bcg.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    bcg.reset()
+def _clean(clean: None) -> None:
+    """Each test begins anew."""
 
 
 def cut_every(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

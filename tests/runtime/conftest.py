@@ -6,7 +6,7 @@ Memory that nothing has written in a call holds rubbish in it (``poisoned``).
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +20,8 @@ from bcg_compiler.runtime.capture import EmulatedCapture, emulated
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    bcg.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    bcg.reset()
+def _clean(clean: None) -> None:
+    """Each test begins anew."""
 
 
 @pytest.fixture
