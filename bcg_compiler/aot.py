@@ -111,7 +111,7 @@ class _OpenSizes:
     """What must hold of the sizes and strides that were open when a program was compiled."""
 
     def __init__(self, program: Program, given: Sequence[_Given]) -> None:
-        values = {value.ordinal: value for value in program.plan.values}
+        values = program.plan.by_ordinal
         self._specs = [
             (source.leaf, (*values[ordinal].specs[0].shape, *values[ordinal].specs[0].strides), label(values[ordinal]))
             for ordinal, source in zip(program.plan.inputs, given, strict=True)
@@ -268,7 +268,7 @@ def _sentinel(at: int, node: Any) -> Any:
 def _sources(plan: Plan, flat: Sequence[Any], leaves: Sequence[Any]) -> list[_Given]:
     """Where each argument of the graph comes from at a call."""
     by_identity = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    values = {value.ordinal: value for value in plan.values}
+    values = plan.by_ordinal
     tensors = {p: by_identity.get(id(value)) for p, value in enumerate(flat) if isinstance(value, Tensor)}
     sizes = {
         symbol: (tensors[p], dim)
@@ -294,7 +294,7 @@ def _sources(plan: Plan, flat: Sequence[Any], leaves: Sequence[Any]) -> list[_Gi
 
 def _checks(plan: Plan, given: Sequence[_Given], leaves: Sequence[Any]) -> list[Callable[[Any], None]]:
     """A check for each leaf of the caller's arguments."""
-    values = {value.ordinal: value for value in plan.values}
+    values = plan.by_ordinal
     described = {
         source.leaf: values[ordinal]
         for ordinal, source in zip(plan.inputs, given, strict=True)

@@ -119,7 +119,7 @@ def plan_summary(plan: Plan) -> str:
 
 def plan_inputs(plan: Plan) -> str:
     """What a graph is given, in one line."""
-    values = {value.ordinal: value for value in plan.values}
+    values = plan.by_ordinal
     given = [values[ordinal] for ordinal in plan.inputs]
     tensors = [str(spec) for value in given if value.kind == "input" for spec in value.specs]
     held = sum(value.kind == "static" for value in given)

@@ -66,8 +66,7 @@ def forecast_ladder(plan: Plan, buckets: Sequence[Symbols]) -> Forecast:
 
 def slot_bytes(plan: Plan, symbols: Symbols) -> int:
     """The bytes of all slots of ``plan``."""
-    specs = {value.ordinal: value.specs for value in plan.values}
-    return sum(tensor_bytes(spec, symbols) for slot in plan.slots for spec in specs[slot.ordinal])
+    return sum(tensor_bytes(spec, symbols) for slot in plan.slots for spec in plan.value(slot.ordinal).specs)
 
 
 def bridge_bytes(plan: Plan, symbols: Symbols) -> int:
@@ -88,9 +87,13 @@ def passing_bridges(plan: Plan) -> frozenset[int]:
 
 def bridge_intervals(plan: Plan, symbols: Symbols) -> list[Interval]:
     """The size of each bridge of ``plan``, and when it is needed."""
-    specs = {value.ordinal: value.specs for value in plan.values}
     return [
-        Interval(kept.ordinal, sum(tensor_bytes(spec, symbols) for spec in specs[kept.ordinal]), kept.first, kept.last)
+        Interval(
+            kept.ordinal,
+            sum(tensor_bytes(spec, symbols) for spec in plan.value(kept.ordinal).specs),
+            kept.first,
+            kept.last,
+        )
         for kept in plan.bridge_ranges
     ]
 

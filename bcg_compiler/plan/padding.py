@@ -162,7 +162,7 @@ def _check_sentinel(number: float, value: Value, padding: Padding) -> None:
 
 def check_rules(options: Options, plan: Plan) -> tuple[BrokenRule, ...]:
     """The rules of configuration that have no bad effect but are broken. Raises ``OptionError`` for those that have."""
-    values = {value.ordinal: value for value in plan.values}
+    values = plan.by_ordinal
     symbol = plan.padding.symbol if plan.padding is not None else ""
     padded = [slot for slot in plan.slots if symbol and has_rows(values[slot.ordinal].specs, symbol)]
     broken = evaluate_rules(
@@ -187,7 +187,7 @@ def symbol_sources(plan: Plan, tensors_only: bool = False) -> dict[str, tuple[in
     """Where to read each open size at a call: (position among the arguments, dimension), or ``None`` for a size that is
     an argument itself. Dimensions count on behind the shape: those are strides.
     """
-    values = {value.ordinal: value for value in plan.values}
+    values = plan.by_ordinal
     found: dict[str, tuple[int, int | None]] = {}
     for position, ordinal in enumerate(plan.inputs):
         value = values[ordinal]

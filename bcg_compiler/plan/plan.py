@@ -1,7 +1,9 @@
 """The dataclasses of a plan. Everything that anyone may act on is here, and nothing else is."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from bcg_compiler.buckets import SlotPolicy
@@ -222,4 +224,9 @@ class Plan:
 
     def value(self, ordinal: int) -> Value:
         """The value of that ordinal."""
-        return next(value for value in self.values if value.ordinal == ordinal)
+        return self.by_ordinal[ordinal]
+
+    @cached_property
+    def by_ordinal(self) -> Mapping[int, Value]:
+        """All values by their ordinals."""
+        return {value.ordinal: value for value in self.values}

@@ -43,7 +43,7 @@ def plan_from_json(text: str) -> Plan:
 
 
 def _body(plan: Plan) -> list[str]:
-    values = {value.ordinal: value for value in plan.values}
+    values = plan.by_ordinal
     lines = []
     for ordinal in plan.inputs:
         value = values[ordinal]

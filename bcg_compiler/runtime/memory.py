@@ -119,10 +119,7 @@ def own_together(values: Sequence[tuple[Tensor, tuple[int, ...]]], base: int, li
     starts = [at // base * live_base + at % base for at in (int(value.storage_offset()) for value, _ in values)]
     if len(values) == 1:
         starts = [0]
-    ends = [
-        start + span(value.shape, strides)
-        for start, (value, strides) in zip(starts, values, strict=True)
-    ]
+    ends = [start + span(value.shape, strides) for start, (value, strides) in zip(starts, values, strict=True)]
     memory = torch.empty(max(ends), dtype=first.dtype, device=first.device)
     made = [memory.as_strided(value.shape, strides, at) for at, (value, strides) in zip(starts, values, strict=True)]
     for copy, (value, _) in zip(made, values, strict=True):

@@ -24,7 +24,7 @@ class Pads:
         self._plan = plan
         self._bucket = bucket
         self._known: dict[int, list[Cut]] = {}
-        self._values = {value.ordinal: value for value in plan.values}
+        self._values = plan.by_ordinal
 
     def sizes(self) -> dict[int, int]:
         """The numbers among the inputs that depend on the number of rows, in the bucket: by ordinal."""

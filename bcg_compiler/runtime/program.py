@@ -446,7 +446,7 @@ class Program:
 
     def size_conditions(self) -> list[str]:
         """What holds of the sizes that the plan leaves open, what compilers of units assumed of them included."""
-        graph, values = self._compiled.graph, {value.ordinal: value for value in self.plan.values}
+        graph, values = self._compiled.graph, self.plan.by_ordinal
         names: dict[str, str] = {}
         for facts in graph.input_facts.values():
             for raw, spec in zip(facts.specs, values[facts.ordinal].specs, strict=True):
@@ -512,7 +512,7 @@ class Program:
 
     def _forms(self, bucket: Bucket) -> dict[int, Any]:
         """What the results of breaks look like in a bucket."""
-        values = {value.ordinal: value for value in self.plan.values}
+        values = self.plan.by_ordinal
         found = dict(self._warm.get(None, {}))
         for ordinal in (*self.plan.bridges, *found):
             value = values.get(ordinal)
@@ -578,7 +578,7 @@ class Program:
             self._never = plan.uncaptured.code
         elif not plan.segments:
             self._never = "no_segment"
-        values = {value.ordinal: value for value in plan.values}
+        values = plan.by_ordinal
         positions = {ordinal: i for i, ordinal in enumerate(plan.inputs)}
         # What a capture reads where it lies: in segments, and in the views that it takes once.
         recorded = {o for step in plan.segments for o in step.inputs}
