@@ -10,7 +10,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -59,7 +59,7 @@ def _body(plan: Plan) -> list[str]:
     return lines
 
 
-def _step(step: Step, values: dict[int, Value], bridges: frozenset[int], device: str) -> list[str]:
+def _step(step: Step, values: Mapping[int, Value], bridges: frozenset[int], device: str) -> list[str]:
     unit = f" unit {step.unit}" if step.unit else ""
     lines = [f"step {step.index} {step.kind}{unit}: {_count(step.nodes, 'op')}, {step.kernels} kernels"]
     if step.inputs:
