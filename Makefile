@@ -17,7 +17,7 @@ OMP_NUM_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test nightly format format-check lint types imports check clean
+.PHONY: help setup demo test nightly bench format format-check lint types imports check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -32,6 +32,15 @@ test: $(STAMP) ## run the tests
 
 nightly: $(STAMP) ## run the tests that take minutes
 	$(PYTEST) -m nightly $(ARGS) $(TESTS)
+
+bench: $(STAMP) ## run all benchmarks (needs a GPU): JSON files and pictures in build/bench
+	mkdir -p build/bench
+	$(BIN)/python bench/replay.py --memory --json build/bench/replay.json
+	$(BIN)/python bench/overhead.py --json build/bench/overhead.json
+	$(BIN)/python bench/ladder.py --json build/bench/ladder.json
+	$(BIN)/python bench/exec_update.py --json build/bench/exec_update.json
+	$(BIN)/python bench/models.py --layers 12 24 61 --json build/bench/models.json
+	$(BIN)/python bench/plot.py build/bench
 
 format: $(STAMP) ## format the sources and sort their imports
 	$(BIN)/ruff check --select I --fix .

@@ -58,10 +58,9 @@ def bcg_backend(
     if _needs_grad(module, example_inputs):
         program = _with_grad(module, example_inputs)
     else:
+        compiler = unit_compiler(parsed)  # its processes start while facts are collected
         graph = collect_facts(module, example_inputs, parsed.capturable)
         passes = run_passes(graph, parsed)
-
-        compiler = unit_compiler(parsed)
 
         def make(marked: AnnotatedGraph, options: Options) -> Compiled:
             plan = build_plan(marked, passes, replace(options, capture=asked))

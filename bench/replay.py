@@ -1,17 +1,20 @@
 """Replay against its peers, side by side in one run: a chain of layers with one writing break each.
 
-    python bench/replay.py [--layers 32] [--rows 16 512 2048] [--json FILE]
+    python bench/replay.py [--layers 32] [--rows 16 512 2048] [--memory] [--json FILE]
 
 A layer: ``h = A(rmsnorm(x)); o = empty_like(h); break(h, o)`` writes −h into o; ``x + 0.1 · C(silu(B(o)) · o)``, all
 2048 × 2048, bf16, no bias. A measurement is the median of 40 calls after 5, each between two synchronisations; each
-figure is the median over some passes through all variants, as the speed of the host drifts. Peers that are not
-installed are left out. Needs a GPU.
+figure is the median over some passes through all variants, as the speed of the host drifts. ``--memory`` measures each
+variant in a process of its own, in its first rows, for the bytes that it reserves beyond the weights. Peers that are
+not installed are left out. Needs a GPU.
 """
 
 import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -189,12 +192,39 @@ def measure(build: Callable[[int, Tensor], Run], layers: int, x: Tensor) -> dict
     return {"wall_us": statistics.median(times) * 1e6, "first_calls_s": first, "difference": difference}
 
 
+@torch.inference_mode()
+def memory(build: Callable[[int, Tensor], Run], layers: int, x: Tensor) -> dict[str, int]:
+    """Bytes that this process reserves beyond the weights, the chain called three times."""
+    chain(layers, negate)
+    gc.collect()
+    torch.cuda.empty_cache()
+    run = build(layers, x)
+    for _ in range(3):
+        run(x)
+    torch.cuda.synchronize()
+    weights = sum(parameter.nbytes for parameter in chain(1, negate).parameters()) * layers
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"reserved_bytes": torch.cuda.memory_reserved() - weights}
+
+
+def memory_apart(name: str, layers: int, rows: int) -> int | None:
+    """``memory`` of a variant in a process of its own; ``None`` if that failed."""
+    command = [sys.executable, __file__, "--layers", str(layers), "--rows", str(rows), "--here", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])["reserved_bytes"]
+
+
 def _warm(fn: Callable[[], Any]) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             fn()
     torch.cuda.synchronize()
+
+
+def _mib(taken: int | None) -> str:
+    return "" if taken is None else f"{taken / 2**20:.0f}"
 
 
 def main() -> None:
@@ -204,8 +234,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 512, 2048])
     parser.add_argument("--passes", type=int, default=3, help="how often all variants are measured, in turn")
     parser.add_argument("--only", nargs="*", help="names of variants")
+    parser.add_argument("--memory", action="store_true", help="measure memory, each variant in its own process")
     parser.add_argument("--json")
+    parser.add_argument("--here", help="measure the memory of this variant in this process")
     args = parser.parse_args()
+    if args.here:
+        x = torch.randn(args.rows[0], WIDTH, device="cuda", dtype=torch.bfloat16)
+        print(json.dumps(memory(VARIANTS[args.here], args.layers, x)))
+        return
     found: dict[str, dict[str, dict[str, float]]] = {}
     for rows in args.rows:
         x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -222,16 +258,22 @@ def main() -> None:
         for name, seen in passes.items():
             walls = statistics.median(one["wall_us"] for one in seen)
             found.setdefault(name, {})[str(rows)] = {**seen[0], "wall_us": walls}
+    taken = {name: memory_apart(name, args.layers, args.rows[0]) for name in found} if args.memory else {}
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"layers": args.layers, "gpu": torch.cuda.get_device_name(), "results": found}, file, indent=1)
+            json.dump(
+                {"layers": args.layers, "gpu": torch.cuda.get_device_name(), "results": found, "reserved_bytes": taken},
+                file,
+                indent=1,
+            )
     print(f"\n{args.layers} layers, {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| variant | " + " | ".join(f"T={rows} µs" for rows in args.rows) + " | first calls s | difference |")
-    print("|---" * (len(args.rows) + 3) + "|")
+    rows = " | ".join(f"T={rows} µs" for rows in args.rows)
+    print(f"| variant | {rows} | first calls s | difference | reserved beyond the weights MiB |")
+    print("|---" * (len(args.rows) + 4) + "|")
     for name, by_rows in found.items():
         walls = " | ".join(f"{by_rows[str(rows)]['wall_us']:.0f}" for rows in args.rows)
         one = by_rows[str(args.rows[0])]
-        print(f"| {name} | {walls} | {one['first_calls_s']:.1f} | {one['difference']:.3g} |")
+        print(f"| {name} | {walls} | {one['first_calls_s']:.1f} | {one['difference']:.3g} | {_mib(taken.get(name))} |")
 
 
 if __name__ == "__main__":

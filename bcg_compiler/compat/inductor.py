@@ -14,14 +14,27 @@ def tracing_context() -> TracingContext | None:
     return TracingContext.try_get()
 
 
+def start_workers() -> None:
+    """Start the processes in which Triton kernels are compiled: that takes seconds, in which tracing goes on."""
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # a private function, and without it they start at the first kernel
+        return
+    maybe_warm_pool()
+
+
 def compile_graph(module: GraphModule, fakes: Sequence[Any], context: TracingContext | None) -> Callable[..., Any]:
     """Compile a graph that returns a tuple, for inputs that look like ``fakes``; open sizes stay open.
 
-    What is returned takes the inputs one by one and gives a sequence.
+    What is returned takes the inputs one by one and gives a sequence. Its kernels are tuned at its first call, which
+    therefore must not be captured.
     """
     from torch._inductor import standalone_compile
 
     shapes: Any = "from_graph" if context is None else "from_tracing_context"
     ambient = tracing(context) if context is not None and TracingContext.try_get() is not context else nullcontext()
+    # standalone_compile asks for kernels that are tuned while it compiles, for artifacts that are moved to another
+    # machine: they are compiled one after the other, and once more for the tuning.
+    lazily_tuned = {"config_patches": {"triton.autotune_at_compile_time": False}}
     with ambient, torch.no_grad():
-        return standalone_compile(module, list(fakes), dynamic_shapes=shapes)
+        return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=lazily_tuned)

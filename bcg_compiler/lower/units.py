@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from bcg_compiler.compat.fake import fresh_fake, is_plain, is_traceable_wrapper_subclass
-from bcg_compiler.compat.inductor import compile_graph, tracing_context
+from bcg_compiler.compat.inductor import compile_graph, start_workers, tracing_context
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.plan import CompileUnit, Plan
@@ -84,6 +84,7 @@ class UnitCompiler:
         context = tracing_context()
         self._compile: SegmentCompiler
         if compiler == "inductor":
+            start_workers()
             self._compile = lambda module, fakes: compile_graph(module, fakes, context)
         else:
             assert callable(compiler)
