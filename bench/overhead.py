@@ -74,14 +74,14 @@ def parts() -> dict[str, float]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(32))).cuda()
     x = torch.randn(250, 64, device="cuda")
     torch._dynamo.mark_dynamic(x, 0)
-    options = {"ladder": [256], "segment_compiler": "eager"}
+    options: dict[str, Any] = {"ladder": [256], "segment_compiler": "eager"}
     found = {}
     for name, guards in (
         ("with all of Dynamo's guards", None),
         ("without those on modules", torch.compiler.skip_guard_on_all_nn_modules_unsafe),
         ("without any", torch.compiler.skip_all_guards_unsafe),
     ):
-        given = {"guard_filter_fn": guards} if guards else {}
+        given: dict[str, Any] = {"guard_filter_fn": guards} if guards else {}
         compiled = torch.compile(model, backend="bcg", fullgraph=True, options={**options, **given})
         for _ in range(3):
             compiled(x)

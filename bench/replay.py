@@ -267,8 +267,8 @@ def main() -> None:
                 indent=1,
             )
     print(f"\n{args.layers} layers, {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    rows = " | ".join(f"T={rows} µs" for rows in args.rows)
-    print(f"| variant | {rows} | first calls s | difference | reserved beyond the weights MiB |")
+    heads = " | ".join(f"T={rows} µs" for rows in args.rows)
+    print(f"| variant | {heads} | first calls s | difference | reserved beyond the weights MiB |")
     print("|---" * (len(args.rows) + 4) + "|")
     for name, by_rows in found.items():
         walls = " | ".join(f"{by_rows[str(rows)]['wall_us']:.0f}" for rows in args.rows)
