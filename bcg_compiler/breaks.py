@@ -28,7 +28,10 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 
 from bcg_compiler.compat.fake import is_fake_call, is_functional_call, object_at, tree_leaves
-from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutationError
+from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutationError, nearest
+
+#: What a break may be declared as: reason codes of ``docs/reasons.md``. Passes find the parts of a model by them.
+KINDS = ("eager_break", "attention", "dsa_indexer", "logits_gate", "a2a_moe")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,11 +66,17 @@ class Break:
     barrier: Callable[[], None] | None = None
     writes_every_row: bool = False
     reads_live_rows: bool = False
+    reason: str = "eager_break"
     parameters: tuple[str, ...] = field(init=False)
     rest: str = field(init=False)
     keywords: str = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.reason not in KINDS:
+            raise BreakArgumentError(
+                f"Break {self.name!r} declares reason={self.reason!r}, which is no kind of break. "
+                f"{nearest(str(self.reason), KINDS)} Leave it out for a break of no particular kind."
+            )
         try:
             found = list(inspect.signature(self.fn).parameters.values())
         except (TypeError, ValueError):
@@ -255,6 +264,7 @@ def eager_break(
     barrier: Callable[[], None] | None = None,
     writes_every_row: bool = False,
     reads_live_rows: bool = False,
+    reason: str = "eager_break",
 ) -> Callable[[F], F]: ...
 def eager_break(fn: Any = None, **declared: Any) -> Any:
     """Declare a function or method as a break: in a compiled model its body always runs eagerly.
@@ -273,9 +283,11 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
     ``barrier``           called before the stub at each capture and at no replay, to line up ranks.
     ``writes_every_row``  the body writes all rows of its results, padded ones too: the runner need not zero them.
     ``reads_live_rows``   the body reads only the live rows, so padding cannot reach its results.
+    ``reason``            what kind of break it is, by which passes know it and the plan shows it: ``attention``,
+                          ``dsa_indexer``, ``logits_gate``, ``a2a_moe``; ``eager_break`` if it is none of these.
 
-    Raises ``BreakArgumentError`` for a live object, ``BreakGradError`` under grad mode for a tensor that requires
-    grad, ``BreakMutationError`` for an undeclared write.
+    Raises ``BreakArgumentError`` for a live object or an unknown ``reason``, ``BreakGradError`` under grad mode for a
+    tensor that requires grad, ``BreakMutationError`` for an undeclared write.
     """
     if fn is None:
         return functools.partial(_declare, **declared)

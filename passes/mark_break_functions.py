@@ -6,9 +6,9 @@ from bcg_compiler.passes.result import PassResult
 
 
 def mark_break_functions(graph: AnnotatedGraph) -> PassResult:
-    """Mark every call of an ``@eager_break`` function or of ``call_with_break``, with the function's name."""
+    """Mark every call of an ``@eager_break`` function or of ``call_with_break``, as the kind that it declares."""
     changes = 0
     for node in graph.nodes:
         if isinstance(node.target, BoundBreak):
-            changes += graph.mark(node, "eager_break", f"{node.target.spec.name} is declared a break")
+            changes += graph.mark(node, node.target.spec.reason, f"{node.target.spec.name} is declared a break")
     return PassResult("mark_break_functions", changes)

@@ -393,3 +393,34 @@ def test_modes_are_those_of_the_call_inside_a_break() -> None:
     assert torch.equal(full(fn)(x), want)
     assert seen == eager
     assert not torch.is_autocast_enabled("cpu") and not torch.is_inference_mode_enabled()
+
+
+# -- kinds of breaks ---------------------------------------------------------------------------------------------------
+
+
+@bcg.eager_break(fake=like, reason="attention")
+def attend(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+@torch.no_grad()
+def test_the_plan_shows_what_a_break_is_declared_to_be() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return doubled(attend((x + 1).sin()).cos().tan()).cos() + 1
+
+    x = torch.randn(4)
+    compiled = full(fn)
+    assert torch.equal(compiled(x), fn(x))
+    assert bcg.stats(compiled).reasons == {"attention": 1, "eager_break": 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("atention", "Did you mean 'attention'"), ("host_sync", "Known: a2a_moe, attention, dsa_indexer")],
+)
+def test_an_unknown_kind_of_break_is_refused_with_the_nearest_ones(reason: str, said: str) -> None:
+    """Also a code that the compiler itself gives: nobody can declare what only facts show."""
+    with pytest.raises(BreakArgumentError, match=rf"mine' declares reason='{reason}', which is no kind .*{said}"):
+
+        @bcg.eager_break(reason=reason)
+        def mine(x: Tensor) -> None: ...

@@ -19,6 +19,22 @@ BREAKS = {
         "declared a break",
         "Nothing needs to be done: this is a break because the code says so (@eager_break or call_with_break).",
     ),
+    "attention": Meaning(
+        "attention over live metadata",
+        "Nothing needs to be done: its body reads lengths and page tables, which differ from call to call.",
+    ),
+    "dsa_indexer": Meaning(
+        "the indexer of sparse attention",
+        "Nothing needs to be done: its body reads lengths and page tables, which differ from call to call.",
+    ),
+    "logits_gate": Meaning(
+        "the weights of the indexer's heads",
+        "Nothing needs to be done: it joins the break of the indexer beside it.",
+    ),
+    "a2a_moe": Meaning(
+        "experts on several ranks",
+        "Nothing needs to be done: how many tokens go to which rank is read on the host.",
+    ),
     "user_rule": Meaning(
         "named by a rule of yours",
         'Drop the rule from options={"breaks": [...]}.',
