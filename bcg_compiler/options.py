@@ -39,6 +39,10 @@ class Options:
     ``"class:<module class name>"``, or a predicate ``f(facts: NodeFacts) -> bool``. A rule that matches nothing is
     an error."""
 
+    mark: tuple[str, ...] = ()
+    """Parts of a model to make breaks although a graph could hold them: ``"attention"``, ``"dsa_indexer"``,
+    ``"logits_gate"``, ``"a2a_moe"``. What is declared with ``@eager_break(reason=...)`` needs no mark."""
+
     ladder: Ladder | None = None
     """The row counts that inputs of any length are padded to, or a list of them. Used where it is shown from the graph
     that padding cannot reach live rows; elsewhere each shape is captured exactly, and ``explain`` says why."""

@@ -1,6 +1,10 @@
 """Passes over an annotated graph, one file each. Imported as ``bcg_compiler.passes``.
 
 ``mark_break_functions``  calls of ``@eager_break`` functions and ``call_with_break``
+``mark_attention``        attention, the weights projection of a sparse indexer, the indexer itself, expert-parallel
+``mark_logits_gate``      mixture of experts: where ``options={"mark": [...]}`` asks for it, as a graph could hold it
+``mark_dsa_indexer``
+``mark_a2a_moe``
 ``mark_rules``            what the user's rules name (``options={"breaks": [...]}``)
 ``mark_uncapturable``     what the facts of the graph prove uncapturable
 

@@ -4,16 +4,24 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from bcg_compiler.breaks import KINDS
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.options import Options
+from bcg_compiler.passes.mark_a2a_moe import mark_a2a_moe
+from bcg_compiler.passes.mark_attention import mark_attention
 from bcg_compiler.passes.mark_break_functions import mark_break_functions
+from bcg_compiler.passes.mark_dsa_indexer import mark_dsa_indexer
+from bcg_compiler.passes.mark_logits_gate import mark_logits_gate
 from bcg_compiler.passes.mark_rules import mark_rules
 from bcg_compiler.passes.mark_uncapturable import mark_uncapturable
 from bcg_compiler.passes.result import PassResult
 
 log = logging.getLogger("bcg_compiler.passes")
 
+
+#: What ``options={"mark": [...]}`` takes: every kind of break but the one that says nothing.
+MARKED = tuple(kind for kind in KINDS if kind != "eager_break")
 
 Pass = Callable[[AnnotatedGraph], PassResult]
 
@@ -22,6 +30,10 @@ def pipeline(options: Options) -> dict[str, Pass]:
     """The passes in the order they run, configured by ``options``."""
     return {
         "mark_break_functions": mark_break_functions,
+        "mark_attention": partial(mark_attention, wanted="attention" in options.mark),
+        "mark_logits_gate": partial(mark_logits_gate, wanted="logits_gate" in options.mark),
+        "mark_dsa_indexer": partial(mark_dsa_indexer, wanted="dsa_indexer" in options.mark),
+        "mark_a2a_moe": partial(mark_a2a_moe, wanted="a2a_moe" in options.mark),
         "mark_rules": partial(mark_rules, rules=options.breaks),
         "mark_uncapturable": mark_uncapturable,
     }
@@ -33,11 +45,17 @@ def names() -> tuple[str, ...]:
 
 
 def run_passes(graph: AnnotatedGraph, options: Options) -> tuple[PassResult, ...]:
-    """Run every pass that is not disabled. Raises ``OptionError`` for a disabled name that is no pass."""
+    """Run every pass that is not disabled.
+
+    Raises ``OptionError`` for a disabled name that is no pass, and for a part to mark that nobody knows.
+    """
     passes = pipeline(options)
     for name in options.disable_passes:
         if name not in passes:
             raise OptionError(f"Option 'disable_passes' names {name!r}, which is no pass. {nearest(name, passes)}")
+    for kind in options.mark:
+        if kind not in MARKED:
+            raise OptionError(f"Option 'mark' names {kind!r}, which no pass marks. {nearest(kind, MARKED)}")
     results = []
     for name, run in passes.items():
         if name in options.disable_passes:

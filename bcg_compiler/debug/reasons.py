@@ -21,19 +21,19 @@ BREAKS = {
     ),
     "attention": Meaning(
         "attention over live metadata",
-        "Nothing needs to be done: its body reads lengths and page tables, which differ from call to call.",
+        'Nothing, if it is declared: it reads lengths and page tables. Else drop it from options={"mark": [...]}.',
     ),
     "dsa_indexer": Meaning(
         "the indexer of sparse attention",
-        "Nothing needs to be done: its body reads lengths and page tables, which differ from call to call.",
+        'Nothing, if it is declared: it reads lengths and page tables. Else drop it from options={"mark": [...]}.',
     ),
     "logits_gate": Meaning(
         "the weights of the indexer's heads",
-        "Nothing needs to be done: it joins the break of the indexer beside it.",
+        'Nothing: it joins the break of the indexer beside it. Without that, drop it from options={"mark": [...]}.',
     ),
     "a2a_moe": Meaning(
         "experts on several ranks",
-        "Nothing needs to be done: how many tokens go to which rank is read on the host.",
+        "Nothing: how many tokens go to which rank is read on the host.",
     ),
     "user_rule": Meaning(
         "named by a rule of yours",
