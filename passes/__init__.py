@@ -7,6 +7,7 @@
 ``mark_a2a_moe``
 ``mark_rules``            what the user's rules name (``options={"breaks": [...]}``)
 ``mark_uncapturable``     what the facts of the graph prove uncapturable
+``fuse_mla_bmm``          takes the matmul of absorbed MLA out from between the breaks of indexer and attention
 
 Each is ``verb_object(graph, *, config) -> PassResult``: it reads facts and never global state, and either marks nodes
 or rewrites the graph. Earlier marks win, so that a break shows the most deliberate reason.

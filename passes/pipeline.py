@@ -8,6 +8,7 @@ from bcg_compiler.breaks import KINDS
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.options import Options
+from bcg_compiler.passes.fuse_mla_bmm import fuse_mla_bmm
 from bcg_compiler.passes.mark_a2a_moe import mark_a2a_moe
 from bcg_compiler.passes.mark_attention import mark_attention
 from bcg_compiler.passes.mark_break_functions import mark_break_functions
@@ -36,6 +37,7 @@ def pipeline(options: Options) -> dict[str, Pass]:
         "mark_a2a_moe": partial(mark_a2a_moe, wanted="a2a_moe" in options.mark),
         "mark_rules": partial(mark_rules, rules=options.breaks),
         "mark_uncapturable": mark_uncapturable,
+        "fuse_mla_bmm": fuse_mla_bmm,
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 import bcg_compiler as bcg
 from bcg_compiler.buckets.admission import Refusal
 from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS, EAGER_UNITS, UNPADDED
+from bcg_compiler.passes import fuse_mla_bmm
 from bcg_compiler.plan.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,11 @@ def test_examples_print_what_they_say(page: str, capsys: pytest.CaptureFixture[s
         exec(example, {})
         said = " ".join(re.findall(r"^# (.*)$", example, re.MULTILINE))
         assert " ".join(capsys.readouterr().out.split()) == said
+
+
+def test_every_refusal_of_a_pass_is_on_its_page_and_no_other_one() -> None:
+    text = (ROOT / "docs/passes/fuse_mla_bmm.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(get_args(fuse_mla_bmm.Refusal))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/ladders.md"])

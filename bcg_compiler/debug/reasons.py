@@ -35,6 +35,10 @@ BREAKS = {
         "experts on several ranks",
         "Nothing: how many tokens go to which rank is read on the host.",
     ),
+    "mla_bmm": Meaning(
+        "a lone matmul between the breaks of indexer and attention",
+        "Nothing needs to be done: it is cheaper there than as a graph of its own.",
+    ),
     "user_rule": Meaning(
         "named by a rule of yours",
         'Drop the rule from options={"breaks": [...]}.',

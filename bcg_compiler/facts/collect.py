@@ -157,7 +157,7 @@ class _Collector:
                 root = self.roots.of_input(example, fake, node)
                 self.values[node] = fake
                 self._see_device(fake)
-                facts = NodeFacts(ordinal, "input", results=root, specs=_specs(fake))
+                facts = NodeFacts(ordinal, "input", results=root, specs=specs_of(fake))
             else:
                 self.values[node] = described
                 facts = NodeFacts(ordinal, "input", host_only=True, size=_size(described))
@@ -174,7 +174,7 @@ class _Collector:
             root = self.roots.of_input(value, fake, node)
             self._see_device(fake)
             self.values[node] = fake
-            self.input_facts[node] = NodeFacts(ordinal, "constant", results=root, specs=_specs(fake))
+            self.input_facts[node] = NodeFacts(ordinal, "constant", results=root, specs=specs_of(fake))
         else:
             self.values[node] = value
             self.input_facts[node] = NodeFacts(ordinal, "constant", host_only=True)
@@ -246,7 +246,7 @@ class _Collector:
             results=results,
             fresh=frozenset(root for root in results if root >= before),
             allocates=new_storages(calls, tensors, self.roots.number, before, gives_argument),
-            specs=_specs(result),
+            specs=specs_of(result),
             size=_size(result),
             uncapturable=(failure,) if failure else (),
             host_only=not tensors and not _tensors((args, kwargs)),
@@ -489,7 +489,8 @@ def _size(value: Any) -> str:
     return str(size_expression(value)) if isinstance(value, torch.SymInt) else ""
 
 
-def _specs(value: Any) -> tuple[TensorSpec, ...]:
+def specs_of(value: Any) -> tuple[TensorSpec, ...]:
+    """What is known of the tensors of a value."""
     return tuple(_spec(t) for t in _tensors(value))
 
 

@@ -1,6 +1,6 @@
 """The graph with its facts and marks: what passes read and change."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -64,6 +64,33 @@ class AnnotatedGraph:
             return False
         self.marks[node] = Reason(code, text)
         return True
+
+    def renumber(self) -> None:
+        """Give every node the ordinal of its place, after a pass has moved or added nodes and left facts for them."""
+        order = {node: place for place, node in enumerate(self.module.graph.nodes)}
+        known = [(f.ordinal, n) for n, f in (*self.input_facts.items(), *self.facts.items())]
+        new = {ordinal: order[node] for ordinal, node in (*known, *self.mode_nodes.items())}
+
+        def renumbered(facts: NodeFacts) -> NodeFacts:
+            mode = replace(facts.mode, stack=tuple(new[ordinal] for ordinal in facts.mode.stack))
+            group = new.get(facts.group, facts.group)
+            return replace(facts, ordinal=new[facts.ordinal], group=group, mode=mode)
+
+        self.facts = {node: renumbered(self.facts[node]) for node in order if node in self.facts}
+        self.input_facts = {node: renumbered(facts) for node, facts in self.input_facts.items()}
+        self.mode_nodes = {new[ordinal]: node for ordinal, node in self.mode_nodes.items()}
+        self.moving = {new[ordinal] for ordinal in self.moving}
+        self.input_views = frozenset((new[result], new[given]) for result, given in self.input_views)
+        self.rows = tuple(
+            replace(
+                verdict,
+                inputs=tuple((new[ordinal], dim) for ordinal, dim in verdict.inputs),
+                ordinal=new.get(verdict.ordinal, -1),
+            )
+            for verdict in self.rows
+        )
+        self.module.graph.lint()
+        self.module.recompile()
 
     def producer_facts(self, value: Any) -> NodeFacts | None:
         """Facts of the node behind an argument: of a computing node or of a placeholder."""

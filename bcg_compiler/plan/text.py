@@ -23,7 +23,8 @@ def plan_text(plan: Plan) -> str:
         f"plan {plan_hash(plan)}: {_count(plan.segments, 'segment')} ({plan.unique_units} different), "
         f"{_count(plan.breaks, 'break')}"
     ]
-    lines += [f"pass {p.name}: {p.changes}" + "".join(f"; {note}" for note in p.notes) for p in plan.passes]
+    told = [p for p in plan.passes if p.changes or p.notes]
+    lines += [f"pass {p.name}: {p.changes}" + "".join(f"; {note}" for note in p.notes) for p in told]
     return "\n".join(lines + _body(plan)) + "\n"
 
 

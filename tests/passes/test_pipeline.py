@@ -48,6 +48,7 @@ def test_the_default_order() -> None:
         "mark_a2a_moe",
         "mark_rules",
         "mark_uncapturable",
+        "fuse_mla_bmm",
     )
 
 

@@ -73,7 +73,6 @@ def test_the_text_of_a_small_module() -> None:
     expected = f"""\
 plan …: 2 segments (2 different), 2 breaks
 pass mark_break_functions: 1
-pass mark_rules: 0
 pass mark_uncapturable: 1
 given proj.weight static float32[4, 4]
 given proj.bias static float32[4]
