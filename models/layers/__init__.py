@@ -1,0 +1,17 @@
+"""The parts of the serving models: flattened tokens over a paged cache.
+
+====================  ==================================================================================
+``batch``             what differs from batch to batch, published to break bodies: lengths, pages, slots
+``pages``             which pages of the cache belong to which request
+``cache``             tensors of pages: made, written, read
+``attention``         the attention breaks: grouped-query, absorbed MLA, MLA over chosen tokens
+``indexer``           DSA: the keys that choose tokens, and the break that does
+``mla``               multi-head latent attention in absorbed form, with or without an indexer
+``moe``               router, routed experts (one break), shared experts
+``rotary``            rotary positions, YaRN included
+``basic``             linear, norm, gated MLP
+``kernels``           which implementation of an operation is in use, by name
+``reference``         those in plain torch
+``checkpoint``        weights of a Hugging Face folder into a model
+====================  ==================================================================================
+"""

@@ -1,0 +1,162 @@
+"""What differs from batch to batch: published around the call of a model and read by the bodies of its breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+import bcg_compiler as bcg
+from bcg_compiler.models.layers.errors import ModelError
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One request of a batch, as a break body sees it: rows ``start:stop`` of the batch are its new tokens.
+
+    ``context`` counts the tokens that the last of them may look at: the prefix and the new ones. ``slots`` is int64
+    ``[context]``: where each token of the context stands in a cache seen as ``[pages * page_size, ...]``.
+    """
+
+    start: int
+    stop: int
+    prefix: int
+    slots: torch.Tensor
+
+    @property
+    def context(self) -> int:
+        """Tokens of the request in the cache, once the new ones are written."""
+        return self.prefix + self.stop - self.start
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillBatch:
+    """The new tokens of several requests, one request after the other, and where their keys and values are kept.
+
+    Make it with ``PrefillBatch.of``, which checks it. Decoding is a batch of one new token a request.
+
+    Attributes:
+        lengths: new tokens of each request, at least 1.
+        prefixes: tokens of each request that the cache holds already.
+        page_table: int32 ``[requests, most pages of a request]``, the pages of each request in order; 0 behind the
+            last one.
+        slots: int64 ``[tokens]``, where each new token is written: ``page * page_size + place in the page``.
+        positions: int64 ``[tokens]``, the place of each new token in its request. The model's input of that name.
+        page_size: tokens of a page.
+        pages: pages of the cache.
+    """
+
+    lengths: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    page_table: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    page_size: int
+    pages: int
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        page_lists: Sequence[Sequence[int]],
+        *,
+        prefixes: Sequence[int] | None = None,
+        page_size: int,
+        pages: int,
+        device: torch.device | str = "cpu",
+    ) -> PrefillBatch:
+        """A batch from plain numbers: ``page_lists[i]`` are the pages of request ``i`` in order, prefix included.
+
+        Raises ``ModelError`` for a request without new tokens, too few pages, a page that the cache does not have, or
+        one that two places use.
+        """
+        prefixes = [0] * len(lengths) if prefixes is None else prefixes
+        if not lengths or not len(lengths) == len(prefixes) == len(page_lists):
+            raise ModelError(
+                f"A batch is made of one length, one prefix and one list of pages a request: there are {len(lengths)}, "
+                f"{len(prefixes)} and {len(page_lists)}."
+            )
+        owners: dict[int, int] = {}
+        for at, (length, prefix, owned) in enumerate(zip(lengths, prefixes, page_lists, strict=True)):
+            if length < 1 or prefix < 0:
+                raise ModelError(
+                    f"Request {at} has {length} new tokens behind {prefix}: a request without new tokens is left out "
+                    f"of the batch."
+                )
+            if len(owned) * page_size < prefix + length:
+                raise ModelError(
+                    f"Request {at} has {prefix + length} tokens and {len(owned)} pages of {page_size}: give it "
+                    f"{-(-(prefix + length) // page_size)} pages."
+                )
+            for page in owned:
+                if not 0 <= page < pages:
+                    raise ModelError(f"Page {page} of request {at} is out of range: the cache has {pages} pages.")
+                if page in owners:
+                    raise ModelError(f"Page {page} is given twice: to request {owners[page]} and to request {at}.")
+                owners[page] = at
+        table = torch.zeros(len(lengths), max(map(len, page_lists)), dtype=torch.int32)
+        for row, owned in zip(table, page_lists, strict=True):
+            row[: len(owned)] = torch.tensor(owned)
+        positions = [torch.arange(p, p + n) for p, n in zip(prefixes, lengths, strict=True)]
+        slots = [
+            row[at // page_size].long() * page_size + at % page_size for row, at in zip(table, positions, strict=True)
+        ]
+        return cls(
+            tuple(lengths),
+            tuple(prefixes),
+            table.to(device),
+            torch.cat(slots).to(device),
+            torch.cat(positions).to(device),
+            page_size,
+            pages,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all requests: the live rows of the call."""
+        return sum(self.lengths)
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens that a token of this batch may look at."""
+        return max(prefix + length for prefix, length in zip(self.prefixes, self.lengths, strict=True))
+
+    def requests(self) -> Iterator[Request]:
+        """The requests in order, with the slots of their whole contexts."""
+        start = 0
+        for row, length, prefix in zip(self.page_table, self.lengths, self.prefixes, strict=True):
+            at = torch.arange(prefix + length, device=row.device)
+            slots = row[at // self.page_size].long() * self.page_size + at % self.page_size
+            yield Request(start, start + length, prefix, slots)
+            start += length
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Publish the batch for the calls within: to break bodies as ``prefill``, to admission as ``batch``."""
+        admitted = bcg.Batch(rows=self.tokens, requests=len(self.lengths), prefix_lengths=self.prefixes)
+        with bcg.forward_context(prefill=self, batch=admitted):
+            yield
+
+
+def live_batch(rows: torch.Tensor, cache: torch.Tensor | None = None) -> PrefillBatch:
+    """The batch that is published, for a break body that was given ``rows`` ``[tokens or more, ...]``.
+
+    Raises ``ModelError`` if the batch has other tokens than the call, or was made for another cache
+    ``[pages, page_size, ...]``. Only numbers of the host are looked at.
+    """
+    context = bcg.current_context()
+    batch: PrefillBatch = context.prefill
+    given = context.live_rows if "live_rows" in context else rows.shape[0]
+    if batch.tokens > given or ("live_rows" in context and batch.tokens != given):
+        raise ModelError(
+            f"The published batch has {batch.tokens} tokens and the model is called with {given}: publish the batch "
+            f"of this call, with batch.published(): model(...)."
+        )
+    if cache is not None and (batch.pages, batch.page_size) != tuple(cache.shape[:2]):
+        raise ModelError(
+            f"The published batch is for a cache of {batch.pages} pages of {batch.page_size} tokens, and the model's "
+            f"has {cache.shape[0]} of {cache.shape[1]}."
+        )
+    return batch

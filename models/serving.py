@@ -1,0 +1,106 @@
+"""Serving models by the family that a configuration names: built with random weights, or loaded from a folder."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bcg_compiler.models.deepseek import Deepseek
+from bcg_compiler.models.layers.checkpoint import load_weights
+from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.pages import PagePool
+
+#: ``model_type`` of a ``config.json`` → the model, made of its fields, ``pages`` and ``page_size``.
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "deepseek_v2": Deepseek,
+    "deepseek_v3": Deepseek,
+    "deepseek_v32": Deepseek,
+    "glm_moe_dsa": Deepseek,
+}
+
+
+def empty(
+    fields: Mapping[str, Any],
+    *,
+    pages: int,
+    page_size: int = 64,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """A model of the configuration with weights that hold nothing: for "meta", or to be filled.
+
+    ``fields`` are those of a ``config.json``. Raises ``ModelError`` for a family that is not here, with the nearest.
+    """
+    family = str(fields.get("model_type"))
+    if family not in FAMILIES:
+        near = difflib.get_close_matches(family, FAMILIES)
+        offered = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}."
+        raise ModelError(f"There is no serving model of the family {family!r}; {offered}")
+    if pages < 1 or page_size < 1:
+        raise ModelError(f"A cache needs at least one page of one token: pages={pages}, page_size={page_size}.")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return FAMILIES[family](fields, pages=pages, page_size=page_size).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(fields: Mapping[str, Any], *, seed: int = 0, **kwargs: Any) -> nn.Module:
+    """A model of the configuration with random weights, drawn on its own device; arguments as of ``empty``."""
+    model = empty(fields, **kwargs)
+    spread = float(fields.get("initializer_range", 0.02))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            seed += 1
+            # Weights of norms are around 1: they are the ones of one dimension.
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, spread, generator=generator)
+    return model
+
+
+def load(
+    folder: Path | str,
+    *,
+    pages: int,
+    page_size: int = 64,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """A model with the weights of a Hugging Face folder: ``config.json`` and safetensors, in one file or several.
+
+    ``dtype``: that of the configuration unless given. Raises ``ModelError`` if the family is not here, or the tensors
+    are not those of the configuration (see ``load_weights``).
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face model.")
+    fields = json.loads(path.read_text())
+    if dtype is None:
+        dtype = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
+    model = empty(fields, pages=pages, page_size=page_size, device=device, dtype=dtype)
+    # Layers behind the last one predict several tokens at once: they are a model of their own.
+    count = fields["num_hidden_layers"]
+    more = fields.get("num_nextn_predict_layers") or 0
+
+    def ignored(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return layer is not None and count <= int(layer[1]) < count + more
+
+    load_weights(model, folder, ignored)
+    return model
+
+
+def page_pool(model: nn.Module) -> PagePool:
+    """The pages of a model's cache, none of them in use."""
+    cache = next(buffer for name, buffer in model.named_buffers() if name.endswith("_cache"))
+    return PagePool(cache.shape[0], cache.shape[1], cache.device)
