@@ -576,14 +576,15 @@ def _turned(op: Operation) -> Rows:
     return value.plain()
 
 
-@_rule("native_layer_norm")
+@_rule("native_layer_norm", "_fused_rms_norm")
 def _normed(op: Operation) -> tuple[Rows, ...]:
     value = op.rows("input")
     count = len(op.given["normalized_shape"])
     if any(map(grows, value.dims[len(value.dims) - count :])):
         raise MixesError("a norm runs over all rows")
     statistics = Rows((*value.dims[: len(value.dims) - count], *((),) * count))
-    return Rows(value.dims, causal=value.causal), statistics, statistics
+    made = Rows(value.dims, causal=value.causal), statistics, statistics  # an RMS norm has no mean
+    return made[: len(op.results)]
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
