@@ -18,7 +18,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, computed in float32 (Zhang and Sennrich, 2019)."""
+    """Root mean square norm over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -26,9 +26,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):

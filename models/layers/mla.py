@@ -23,7 +23,7 @@ class LatentAttention(nn.Module):
     """One layer's attention. Rows are ``[tokens, hidden]`` in and out.
 
     Weights are those of a checkpoint but for ``kv_b_proj``, which is kept as ``w_kc`` ``[heads, nope width, rank]`` and
-    ``w_vc`` ``[heads, value width, rank]``.
+    ``w_vc`` ``[heads, rank, value width]``.
     """
 
     latent_cache: torch.Tensor
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         self.kv_a_proj_with_mqa = Linear(hidden, rank + rotary_width, bias)
         self.kv_a_layernorm = RMSNorm(rank, _EPS)
         self.w_kc = nn.Parameter(torch.empty(heads, nope_width, rank), requires_grad=False)
-        self.w_vc = nn.Parameter(torch.empty(heads, value_width, rank), requires_grad=False)
+        self.w_vc = nn.Parameter(torch.empty(heads, rank, value_width), requires_grad=False)
         self.o_proj = Linear(heads * value_width, hidden, bias)
         self.indexer = indexer
         self.register_buffer("latent_cache", torch.zeros(pages, page_size, rank), persistent=False)
@@ -89,13 +89,13 @@ class LatentAttention(nn.Module):
         out = x.new_empty(x.shape[0], self.heads, self.rank)
         if self.indexer is not None:
             chosen = self.indexer(x, q_low, angles)
-        q_latent = torch.einsum("thn,hnr->thr", q_nope, self.w_kc)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
         caches = self.latent_cache, self.rotary_cache
         if chosen is None:
             mla_attention(q_latent, q_rotary, latent, k_rotary, *caches, out, self.scale)
         else:
             sparse_mla_attention(q_latent, q_rotary, latent, k_rotary, *caches, chosen, out, self.scale)
-        values = torch.einsum("thr,hvr->thv", out, self.w_vc)
+        values = torch.bmm(out.transpose(0, 1), self.w_vc).transpose(0, 1)
         return self.o_proj(values.flatten(1)), chosen
 
     def checkpoint_places(self) -> Mapping[str, Place]:
@@ -105,6 +105,6 @@ class LatentAttention(nn.Module):
         def put(weight: torch.Tensor) -> None:
             keys, values = weight.unflatten(0, (self.heads, sum(widths))).split(widths, 1)
             self.w_kc.copy_(keys)
-            self.w_vc.copy_(values)
+            self.w_vc.copy_(values.transpose(1, 2))
 
         return {"kv_b_proj.weight": Place((self.heads * sum(widths), self.rank), put)}

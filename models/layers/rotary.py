@@ -89,7 +89,7 @@ def _growth(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-#: Cosines and sines ``[tokens, width / 2]`` of one batch.
+#: Cosines and sines ``[tokens, 1, width / 2]`` of one batch, the same for all heads.
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -108,7 +108,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> Angles:
         """Float32 angles, results in ``dtype``. ``positions``: int64 ``[tokens]``."""
-        angles = positions[:, None].float() * self.frequencies.float()
+        angles = positions[:, None, None].float() * self.frequencies.float()
         return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
 
 
@@ -118,6 +118,6 @@ def rotate(x: torch.Tensor, angles: Angles, interleaved: bool) -> torch.Tensor:
     ``interleaved``: a pair are neighbours, ``(x0, x1), (x2, x3), ...``; otherwise an entry and the one half a width
     behind it. The result has first entries of pairs first in both cases: only products of two such results matter.
     """
-    cos, sin = (part[:, None] for part in angles)
+    cos, sin = angles
     one, other = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)

@@ -95,3 +95,70 @@ def test_chunks_with_a_prefix_give_the_logits_of_the_whole(name: str, tmp_path: 
             found[i].append(part)
             at[i] += new
     assert_close(torch.cat([*found[0], *found[1]]), expected(theirs, prompts))
+
+
+#: A batch of each, in turn: new requests, longer prefixes, other lengths, contexts that fit in top-k and not.
+BATCHES = ({0: 9, 1: 5}, {0: 20, 2: 12}, {1: 3, 2: 1, 3: 24}, {3: 20, 4: 9}, {0: 1, 1: 1, 2: 1})
+
+
+def call(model: Any, pool: Any, requests: dict[int, int], seed: int, rows: int | None = None) -> torch.Tensor:
+    """Logits of the live rows of one batch; ``rows`` > its tokens: called as a runner calls it in a bucket."""
+    batch = pool.prefill(requests)
+    (ids,) = tokens((rows or batch.tokens,), seed)
+    positions = batch.positions.new_zeros(len(ids))
+    positions[: batch.tokens] = batch.positions
+    torch._dynamo.mark_dynamic(ids, 0)
+    torch._dynamo.mark_dynamic(positions, 0)
+    with batch.published():
+        if rows is None:
+            return model(ids, positions)
+        with bcg.forward_context(live_rows=batch.tokens):
+            ids[batch.tokens :] = 0
+            return model(ids, positions)[: batch.tokens]
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    zoo_name, changed = MODELS[name]
+    config: Any = zoo.build(zoo_name, config=changed, device="meta").model.config
+    return config.to_dict()
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any, Any]:
+    """A model, the same compiled, and its plan's programs once it has been called."""
+    plain, other = (serving.build(fields_of(name), pages=24, page_size=8, seed=1) for _ in range(2))
+    given = {"capture": "emulated", "segment_compiler": "eager", **options}
+    return plain, other, torch.compile(other, backend="bcg", fullgraph=True, options=given)
+
+
+COMPILED = [
+    "deepseek_v2",
+    pytest.param("deepseek_v3", marks=pytest.mark.nightly),
+    "deepseek_v32",
+    pytest.param("glm_moe_dsa that shares", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_uncompiled_bit_for_bit(name: str) -> None:
+    plain, other, compiled = pair(name)
+    pools = serving.page_pool(plain), serving.page_pool(other)
+    for seed, requests in enumerate((*BATCHES, BATCHES[0], BATCHES[0])):
+        assert torch.equal(call(compiled, pools[1], requests, seed), call(plain, pools[0], requests, seed))
+    for (key, buffer), wanted in zip(other.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, wanted), key
+    stats = bcg.stats(compiled)
+    assert (stats.graphs, stats.replays > 0, stats.recaptures) == (1, True, 0)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_padded_rows_are_shown_never_to_reach_live_ones(name: str) -> None:
+    plain, other, compiled = pair(name, ladder=[16, 32, 64])
+    pools = serving.page_pool(plain), serving.page_pool(other)
+    # The first call warms up, with its own rows. Matrix products of other sizes may add up in another order.
+    for seed, (requests, bucket) in enumerate(zip(BATCHES, (None, 32, 32, 32, 16), strict=True)):
+        found = call(compiled, pools[1], requests, seed)
+        assert torch.equal(found, call(plain, pools[0], requests, seed, rows=bucket))
+    (program,) = bcg.programs_of(compiled)
+    (rows,) = program.plan.rows
+    assert rows.kind == "row_wise" and not program.plan.unpadded
+    assert bcg.stats(compiled).eager_runs == {"warm_up": 1}
