@@ -12,7 +12,7 @@ from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.kernels import kernel
 
 
-@bcg.eager_break(mutates_args=("key_cache", "value_cache", "out"), reads_live_rows=True)
+@bcg.eager_break(reason="attention", mutates_args=("key_cache", "value_cache", "out"), reads_live_rows=True)
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -38,7 +38,7 @@ def paged_attention(
     run(batch, query[live], key_cache, value_cache, out[live], scale, window, sinks)
 
 
-@bcg.eager_break(mutates_args=("latent_cache", "rotary_cache", "out"), reads_live_rows=True)
+@bcg.eager_break(reason="attention", mutates_args=("latent_cache", "rotary_cache", "out"), reads_live_rows=True)
 def mla_attention(
     q_latent: torch.Tensor,
     q_rotary: torch.Tensor,
@@ -58,7 +58,7 @@ def mla_attention(
     _mla(q_latent, q_rotary, latent, k_rotary, latent_cache, rotary_cache, out, scale, None)
 
 
-@bcg.eager_break(mutates_args=("latent_cache", "rotary_cache", "out"), reads_live_rows=True)
+@bcg.eager_break(reason="attention", mutates_args=("latent_cache", "rotary_cache", "out"), reads_live_rows=True)
 def sparse_mla_attention(
     q_latent: torch.Tensor,
     q_rotary: torch.Tensor,

@@ -12,7 +12,7 @@ from bcg_compiler.models.layers.kernels import kernel
 from bcg_compiler.models.layers.rotary import Angles, rotate
 
 
-@bcg.eager_break(mutates_args=("key_cache", "chosen"), reads_live_rows=True)
+@bcg.eager_break(reason="dsa_indexer", mutates_args=("key_cache", "chosen"), reads_live_rows=True)
 def choose_tokens(
     query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, chosen: torch.Tensor
 ) -> None:

@@ -17,7 +17,7 @@ from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.kernels import kernel
 
 
-@bcg.eager_break(mutates_args=("out",), reads_live_rows=True)
+@bcg.eager_break(reason="a2a_moe", mutates_args=("out",), reads_live_rows=True)
 def routed_experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
