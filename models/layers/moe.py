@@ -67,6 +67,8 @@ class Routing:
                 f"{self.experts} experts in {self.groups} groups, of which the best {self.best_groups} are used: "
                 f"groups must be equal, and at least one and at most all of them used."
             )
+        if self.bias_corrected and self.best_groups < self.groups == self.experts:
+            raise ModelError("A group counts as much as its two best experts, and these are groups of one expert.")
         if self.chosen > self.best_groups * self.experts // self.groups:
             raise ModelError(
                 f"Each token goes to {self.chosen} experts of its best {self.best_groups} groups, which have "
