@@ -68,7 +68,7 @@ class DeepseekConfig:
         family = fields["model_type"]
         _check_supported(fields)
         layers = fields["num_hidden_layers"]
-        v2, dsa = family == "deepseek_v2", "index_topk" in fields
+        v2, dsa = family == "deepseek_v2", family in ("deepseek_v32", "glm_moe_dsa")
         dense = fields.get("first_k_dense_replace", 0 if v2 else 3)
         kinds = fields.get("mlp_layer_types")
         grouped = fields.get("topk_method") != "greedy" and fields.get("n_group")
