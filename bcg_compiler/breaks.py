@@ -29,6 +29,7 @@ import torch
 
 from bcg_compiler.compat.fake import is_fake_call, is_functional_call, object_at, tree_leaves
 from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutationError, nearest
+from bcg_compiler.hoisting import PlanCall, PlanFunction
 
 #: What a break may be declared as: reason codes of ``docs/reasons.md``. Passes find the parts of a model by them.
 KINDS = ("eager_break", "attention", "dsa_indexer", "logits_gate", "a2a_moe")
@@ -67,6 +68,7 @@ class Break:
     writes_every_row: bool = False
     reads_live_rows: bool = False
     reason: str = "eager_break"
+    plan: PlanFunction | None = None
     parameters: tuple[str, ...] = field(init=False)
     rest: str = field(init=False)
     keywords: str = field(init=False)
@@ -95,9 +97,11 @@ class Break:
     def run(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the body for real. ``receiver`` is ``(instance,)`` for a method and ``()`` for a function.
 
-        Raises ``BreakMutationError`` if the body wrote into an argument that it does not declare: whatever is planned
-        around the break (order, shared memory) relies on the declaration.
+        Its plan, if it has one, runs before. Raises ``BreakMutationError`` if the body wrote into an argument that it
+        does not declare: whatever is planned around the break (order, shared memory) relies on the declaration.
         """
+        if self.plan is not None:
+            self.plan.call(lambda: receiver, args, kwargs)()
         watched = [
             (name, tensor, tensor._version)
             for name, value in self.named(args, kwargs)
@@ -185,6 +189,10 @@ class BoundBreak:
             self._check_result(_describe(self.spec.name, result, leaves), leaves)
         return leaves or None
 
+    def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanCall | None:
+        """The plan that a call with these arguments needs; ``None`` if the break has none."""
+        return None if self.spec.plan is None else self.spec.plan.call(self._receiver, args, kwargs)
+
     def direct(self) -> Callable[..., Any]:
         """The body with nothing around it but what gives its results as a flat list: for replays.
 
@@ -198,11 +206,20 @@ class BoundBreak:
                 return self.spec.fn(*receiver(), *args, **kwargs)
 
             fn = method
+        if self.spec.plan is not None:
+            fn = self._planned(fn, self.spec.plan)
         if structure == "none":
             return fn
         if structure == "tensor":
             return lambda *args, **kwargs: (fn(*args, **kwargs),)
         return self._flat(fn, structure)
+
+    def _planned(self, fn: Callable[..., Any], plan: PlanFunction) -> Callable[..., Any]:
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            plan.call(self._receiver, args, kwargs)()
+            return fn(*args, **kwargs)
+
+        return planned
 
     def at_capture(self) -> Callable[..., Any]:
         """What stands in for the body while a program is captured: the barrier, then the stub.
@@ -265,6 +282,7 @@ def eager_break(
     writes_every_row: bool = False,
     reads_live_rows: bool = False,
     reason: str = "eager_break",
+    plan: Callable[..., None] | None = None,
 ) -> Callable[[F], F]: ...
 def eager_break(fn: Any = None, **declared: Any) -> Any:
     """Declare a function or method as a break: in a compiled model its body always runs eagerly.
@@ -285,6 +303,10 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
     ``reads_live_rows``   the body reads only the live rows, so padding cannot reach its results.
     ``reason``            what kind of break it is, by which passes know it and the plan shows it: ``attention``,
                           ``dsa_indexer``, ``logits_gate``, ``a2a_moe``; ``eager_break`` if it is none of these.
+    ``plan``              what the host does for the body once a call (``docs/hoisting.md``): a function of some of the
+                          body's constant parameters, ``self`` included, which reads the forward context and writes
+                          buffers that the body reads. It runs before the first segment, once for all breaks that share
+                          it, and the body is captured if it can be.
 
     Raises ``BreakArgumentError`` for a live object or an unknown ``reason``, ``BreakGradError`` under grad mode for a
     tensor that requires grad, ``BreakMutationError`` for an undeclared write.
@@ -344,8 +366,11 @@ def _declare(fn: Any, **declared: Any) -> Any:
 
 def _declare_function(fn: Callable[..., Any], *, takes_instance: bool, **declared: Any) -> Callable[..., Any]:
     declared["mutates_args"] = tuple(declared.get("mutates_args", ()))
-    spec = Break(name=f"{fn.__module__}.{fn.__qualname__}", fn=fn, takes_instance=takes_instance, **declared)
-    name, parameters = spec.name, spec.parameters
+    name = f"{fn.__module__}.{fn.__qualname__}"
+    if declared.get("plan") is not None:
+        declared["plan"] = PlanFunction.declare(declared["plan"], name, fn, takes_instance)
+    spec = Break(name=name, fn=fn, takes_instance=takes_instance, **declared)
+    parameters = spec.parameters
 
     def bind(args: tuple[Any, ...]) -> tuple[BoundBreak, tuple[Any, ...]]:
         instance = object_at(args[0]) if takes_instance else None

@@ -54,6 +54,30 @@ class ForwardContext:
         return f"ForwardContext({', '.join(sorted(self._fields))})"
 
 
+class CapturedContext(ForwardContext):
+    """What a body may read while it is captured: what is the same at each replay. All else would be frozen."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in self._fields:
+            return super().__getattr__(name)
+        raise ContextError(
+            f"A body that is captured reads {name!r} of the forward context, which a replay would not read again. Read "
+            f"it in the plan, and let the plan write what the body needs into a buffer."
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields or getattr(self, str(name))
+
+
+#: The field with the keys of the plans that have run in this call of a program (``hoisting.py``).
+PLANNED = "_planned"
+
+#: What does not differ from one replay of a capture to another.
+_FIXED = ("bucket_rows", PLANNED)
+
+
 # A context variable and not a global: threads and tasks that serve different batches must not see each other's.
 _current: ContextVar[ForwardContext | None] = ContextVar("bcg_forward_context", default=None)
 
@@ -70,6 +94,17 @@ def forward_context(**fields: Any) -> Iterator[ForwardContext]:
     token = _current.set(context)
     try:
         yield context
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def captured_context() -> Iterator[None]:
+    """Keep what differs from call to call from bodies that are captured. See ``CapturedContext``."""
+    outer = _current.get()
+    token = _current.set(CapturedContext({k: v for k, v in outer.fields.items() if k in _FIXED} if outer else {}))
+    try:
+        yield
     finally:
         _current.reset(token)
 

@@ -9,6 +9,7 @@ from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.options import Options
 from bcg_compiler.passes.fuse_mla_bmm import fuse_mla_bmm
+from bcg_compiler.passes.hoist_plans import hoist_plans
 from bcg_compiler.passes.mark_a2a_moe import mark_a2a_moe
 from bcg_compiler.passes.mark_attention import mark_attention
 from bcg_compiler.passes.mark_break_functions import mark_break_functions
@@ -30,6 +31,7 @@ Pass = Callable[[AnnotatedGraph], PassResult]
 def pipeline(options: Options) -> dict[str, Pass]:
     """The passes in the order they run, configured by ``options``."""
     return {
+        "hoist_plans": partial(hoist_plans, padded=options.ladder is not None),
         "mark_break_functions": mark_break_functions,
         "mark_attention": partial(mark_attention, wanted="attention" in options.mark),
         "mark_logits_gate": partial(mark_logits_gate, wanted="logits_gate" in options.mark),

@@ -35,7 +35,14 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["admission", "units", "aot", *(f"passes/{p.stem}" for p in sorted((ROOT / "docs/passes").glob("*.md")))]
+    "page",
+    [
+        "admission",
+        "units",
+        "aot",
+        "hoisting",
+        *(f"passes/{p.stem}" for p in sorted((ROOT / "docs/passes").glob("*.md"))),
+    ],
 )
 def test_examples_print_what_they_say(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for example in re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL):

@@ -39,6 +39,14 @@ BREAKS = {
         "a lone matmul between the breaks of indexer and attention",
         "Nothing needs to be done: it is cheaper there than as a graph of its own.",
     ),
+    "plan_argument": Meaning(
+        "its plan depends on what the graph computes",
+        "Let the plan read what it needs from the forward context (bcg.current_context()).",
+    ),
+    "plan_padded_rows": Meaning(
+        "its body may leave padded rows unwritten, and inside of a segment nobody clears them",
+        "Let the body write every row, and declare writes_every_row=True.",
+    ),
     "user_rule": Meaning(
         "named by a rule of yours",
         'Drop the rule from options={"breaks": [...]}.',

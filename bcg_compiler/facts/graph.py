@@ -6,6 +6,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from bcg_compiler.facts.node import NodeFacts, Reason, RowVerdict
+from bcg_compiler.hoisting import PlanCall
 
 
 @dataclass
@@ -25,6 +26,7 @@ class AnnotatedGraph:
     ``rows``         whether padded rows can reach live ones, for each number of rows that the graph leaves open
     ``conditions``   what holds of the sizes that the graph leaves open, as expressions: for others it is another graph
     ``input_views``  (ordinal, input) of returned values that lie in the memory of an input but are not the input itself
+    ``hoisted``      breaks whose plan runs before the graph, with that plan
     ``objects``      numbers of Python objects of which nothing is known but their identity: the same in every plan
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
     """
@@ -47,6 +49,7 @@ class AnnotatedGraph:
     mode_nodes: dict[int, Node] = field(default_factory=dict)
     marks: dict[Node, Reason] = field(default_factory=dict)
     moving: set[int] = field(default_factory=set)
+    hoisted: dict[Node, PlanCall] = field(default_factory=dict)
     objects: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -91,6 +94,11 @@ class AnnotatedGraph:
         )
         self.module.graph.lint()
         self.module.recompile()
+
+    def hoist(self, node: Node, plan: PlanCall) -> None:
+        """Let the plan of a break run before the graph; its body then counts as a kernel of a segment."""
+        self.hoisted[node] = plan
+        self.facts[node] = replace(self.facts[node], kernels=1)
 
     def producer_facts(self, value: Any) -> NodeFacts | None:
         """Facts of the node behind an argument: of a computing node or of a placeholder."""

@@ -131,6 +131,7 @@ def _write_program(writer: Writer, name: str, noted: Container[int] | None = Non
     plan = writer.plan
     arguments = (["note"] if noted is not None else []) + writer.names(plan.inputs)
     writer.line(f"    def {name}({', '.join(arguments)}):")
+    writer.hoisted_plans("        ")
     for step in plan.steps:
         if step.kind == "segment":
             results = ", ".join(writer.names(step.outputs))

@@ -67,6 +67,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
     writer.line(f"    def replay({', '.join(f'a{ordinal}' for ordinal in plan.inputs)}):")
     if captured.rows:
         writer.line(f"        rows = {captured.rows}")
+    writer.hoisted_plans("        ")
     guarded = bool(captured.write_backs)
     indent = "            " if guarded else "        "
     if guarded:

@@ -101,6 +101,16 @@ class Writer:
                 for line in after(plan_node):
                     self.line(f"{deeper}{line}", step, plan_node)
 
+    def hoisted_plans(self, indent: str) -> None:
+        """Add the calls of the plans that run before the first step."""
+        steps = {node.ordinal: step for step in self.plan.steps for node in step.nodes}
+        for hoisted in self.plan.hoisted:
+            first = hoisted.nodes[0]
+            call = self.graph.hoisted[self.nodes[first.ordinal]]
+            name = self.namespace.bind(call, call.function.fn.__name__)
+            where = f"  # for {len(hoisted.nodes)} from {first.module or '.'} {first.source or ''}".rstrip()
+            self.line(f"{indent}{name}(){where}", steps[first.ordinal], first)
+
     def facts(self, node: PlanNode) -> NodeFacts:
         """The facts of a node of the plan."""
         return self.graph.facts[self.nodes[node.ordinal]]

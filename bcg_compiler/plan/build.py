@@ -17,7 +17,18 @@ from bcg_compiler.plan.lifetimes import with_lifetimes
 from bcg_compiler.plan.padded_rows import PaddedRows
 from bcg_compiler.plan.padding import check_rules, check_slot_names, choose_padding, has_rows, slot_policy
 from bcg_compiler.plan.partition import Cut, Unit, partition
-from bcg_compiler.plan.plan import CompileUnit, Padding, PassSummary, Plan, PlanNode, Slot, Step, StepReason, Value
+from bcg_compiler.plan.plan import (
+    CompileUnit,
+    HoistedPlan,
+    Padding,
+    PassSummary,
+    Plan,
+    PlanNode,
+    Slot,
+    Step,
+    StepReason,
+    Value,
+)
 from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
 from bcg_compiler.plan.units import cut_units
 
@@ -124,10 +135,25 @@ class _Builder:
             conditions=tuple(map(self.symbols.text, self.graph.conditions)),
             padding=padding,
             unpadded=unpadded,
+            hoisted=self._hoisted(),
         )
         plan = replace(plan, broken_rules=check_rules(self.options, plan))
         # Last: the order in which symbols are met gives them their names in the stable text.
         return with_lifetimes(plan, self.graph, self.symbols)
+
+    def _hoisted(self) -> tuple[HoistedPlan, ...]:
+        shared: dict[Any, list[Node]] = {}
+        for node, call in self.graph.hoisted.items():
+            shared.setdefault(call.key, []).append(node)
+        return tuple(
+            HoistedPlan(
+                name=self.graph.hoisted[nodes[0]].function.name,
+                constants=self.graph.hoisted[nodes[0]].text,
+                nodes=tuple(_plan_node(self.graph.facts[node]) for node in nodes),
+                eager=tuple(self.ordinals[node] for node in nodes if node in self.graph.marks),
+            )
+            for nodes in shared.values()
+        )
 
     def _size(self, ordinal: int) -> str:
         node = self.by_ordinal.get(ordinal)
@@ -252,7 +278,7 @@ class _Builder:
         return Step(
             index=index,
             kind=cut.kind,
-            nodes=tuple(PlanNode(f.ordinal, f.op, f.module, f.kernels, f.mode, f.source) for f in facts),
+            nodes=tuple(map(_plan_node, facts)),
             inputs=tuple(self.ordinals[n] for n in crossing.inputs[index] if n in self.ordinals),
             outputs=self._numbered(crossing.outputs[index]),
             frees=self._numbered(crossing.frees[index]),
@@ -364,6 +390,10 @@ def _as_devices(args: Iterable[Any]) -> list[Any]:
 
 def _ordered(nodes: Iterable[Node], facts: Callable[[Node], NodeFacts]) -> list[Node]:
     return sorted(nodes, key=lambda node: facts(node).ordinal)
+
+
+def _plan_node(facts: NodeFacts) -> PlanNode:
+    return PlanNode(facts.ordinal, facts.op, facts.module, facts.kernels, facts.mode, facts.source)
 
 
 def _step_reason(facts: NodeFacts, reason: Reason) -> StepReason:

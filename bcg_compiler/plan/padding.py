@@ -175,6 +175,8 @@ def check_rules(options: Options, plan: Plan) -> tuple[BrokenRule, ...]:
                 (label(values[slot.ordinal]), slot.policy.kind.upper(), values[slot.ordinal].specs[0].dtype)
                 for slot in padded
             ),
+            hoisted=tuple(dict.fromkeys(hoisted.name for hoisted in plan.hoisted)),
+            max_requests=options.limits.max_requests,
         )
     )
     errors = [rule for rule in broken if rule.severity == "error"]

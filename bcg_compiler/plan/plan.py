@@ -172,6 +172,19 @@ class PassSummary:
 
 
 @dataclass(frozen=True)
+class HoistedPlan:
+    """What the host prepares before the first step: the plan of the breaks ``nodes``, which share it.
+
+    ``constants``  what it is given, as text; ``eager``  ordinals of the nodes whose bodies are breaks all the same
+    """
+
+    name: str
+    constants: str
+    nodes: tuple[PlanNode, ...]
+    eager: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """The steps of one graph in order, and the values between them.
 
@@ -183,6 +196,7 @@ class Plan:
     ``written_inputs``  ordinals of inputs that anything writes
     ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
     ``conditions``  what holds of the sizes that the graph leaves open, as expressions: for others it is another graph
+    ``hoisted``  plans of breaks, which run before the first step, in order
     ``padding``  how the ladder is used, ``unpadded`` why it is not; ``broken_rules`` what of the options has no effect
     """
 
@@ -202,6 +216,7 @@ class Plan:
     unpadded: Reason | None = None
     broken_rules: tuple[BrokenRule, ...] = ()
     bridge_ranges: tuple[LiveRange, ...] = ()
+    hoisted: tuple[HoistedPlan, ...] = ()
 
     @property
     def segments(self) -> tuple[Step, ...]:

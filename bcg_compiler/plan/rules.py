@@ -31,11 +31,20 @@ class Configuration:
     """Why padding is safe: the weakest ``RowVerdict.kind``, or the user's word; empty where nothing is padded."""
     slot_policies: tuple[tuple[str, str, str], ...]
     """(input, policy, dtype) of each slot that is padded: ``("input_ids", "ZERO", "int64")``."""
+    hoisted: tuple[str, ...] = ()
+    """The names of the hoisted plans."""
+    max_requests: int | None = None
+    """``Limits.max_requests``."""
 
     def __post_init__(self) -> None:
         for name, policy, _ in self.slot_policies:
             if policy not in POLICIES:
                 raise OptionError(f"The policy of slot {name} is {policy!r}. {nearest(policy, POLICIES)}")
+
+    @property
+    def plans(self) -> str:
+        """The names of the hoisted plans as text."""
+        return ", ".join(self.hoisted)
 
     @property
     def kept(self) -> str:
@@ -109,6 +118,14 @@ RULES = (
         broken=lambda c: c.assume_rows_independent and not c.has_ladder,
         text="assume_rows_independent is {c.assume_rows_independent}, and there is no ladder: nothing is padded.",
         remedy="Drop it, or give a ladder.",
+    ),
+    Rule(
+        code="plan_requests",
+        severity="note",
+        broken=lambda c: bool(c.hoisted) and bool(c.padding) and c.max_requests is None,
+        text="What is captured depends on a plan ({c.plans}), and no limit says for how many requests there is room in "
+        "it: a batch with more is not refused.",
+        remedy='Set options={"limits": bcg.Limits(max_requests=...)}, and publish the batch of each call.',
     ),
 )
 

@@ -54,6 +54,9 @@ def _body(plan: Plan) -> list[str]:
         lines.append(f"slot {values[slot.ordinal].name}{marks}")
     if plan.padding is not None:
         lines.append(f"pad {plan.padding.symbol} {plan.padding.proof} to {', '.join(map(str, plan.padding.buckets))}")
+    for hoisted in plan.hoisted:
+        lines.append(f"first {hoisted.name}({hoisted.constants}) for {_count(hoisted.nodes, 'op')}")
+        lines += [f"  %{n.ordinal} {n.op}" + f" in {n.module}" * bool(n.module) for n in hoisted.nodes]
     for step in plan.steps:
         lines += _step(step, values, frozenset(plan.bridges), plan.device)
     lines.append("return " + ", ".join(values[o].name for o in plan.outputs))

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from torch.fx import Node
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import NodeFacts
 
 #: The first number in a module's path: ``model.layers.3`` of ``model.layers.3.mlp.experts.0``.
@@ -27,16 +28,24 @@ def cut_units(
     """The units of one segment, in order; a segment whose parts do not repeat is one unit.
 
     ``key`` is the structural key of a part: parts of equal keys are compiled once. A segment is cut only where that
-    leaves a compiler at most half of it to see.
+    leaves a compiler at most half of it to see; and around bodies that no compiler sees.
     """
     for pieces in (_by_layer(nodes, facts), _by_period(nodes, facts)):
         if len(pieces) < 3:
             continue
-        pieces = whole_groups(pieces, facts)
+        pieces = whole_groups(_around_bodies(pieces, facts), facts)
         different = {key(piece): len(piece) for piece in pieces}
         if 2 * sum(different.values()) <= len(nodes):
             return pieces
-    return [list(nodes)] if nodes else []
+    return whole_groups(_around_bodies([nodes], facts), facts) if nodes else []
+
+
+def _around_bodies(pieces: Sequence[Sequence[Node]], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:
+    """The same pieces, with the bodies of breaks that are captured in pieces of their own, with what takes items of
+    their results.
+    """
+    bodies = {facts(n).group for piece in pieces for n in piece if isinstance(n.target, BoundBreak)}
+    return [list(part) for piece in pieces for _, part in groupby(piece, key=lambda n: facts(n).group in bodies)]
 
 
 def whole_groups(pieces: Sequence[Sequence[Node]], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.buckets import Admission, Batch, Ladder, admit
 from bcg_compiler.compat.backends import attention_kernels, autocast_as, autocast_now
 from bcg_compiler.compat.fake import is_plain, replaced_sizes, size_conditions
-from bcg_compiler.context import forward_context, published
+from bcg_compiler.context import PLANNED, forward_context, published
 from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
@@ -107,10 +108,15 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         if not self._counted:
             self._count_plan()
-        if self._rows_at is None:
+        fields: dict[str, Any] = {}
+        if self._rows_at is not None:
+            position, dim = self._rows_at
+            fields["live_rows"] = args[position].shape[dim]
+        if self._has_plans:
+            fields[PLANNED] = set()
+        if not fields:
             return self._call_alone(args)
-        position, dim = self._rows_at
-        with forward_context(live_rows=args[position].shape[dim]):
+        with forward_context(**fields):
             return self._call_alone(args)
 
     def _call_alone(self, args: tuple[Any, ...]) -> Any:
@@ -253,7 +259,11 @@ class Program:
     def _replay(self, capture: Capture, args: tuple[Any, ...]) -> Any:
         assert self._device is not None
         self._device.before_replay()
-        result = capture.run(*args)
+        if self._has_plans and capture.rows is not None:
+            with forward_context(bucket_rows=capture.rows):
+                result = capture.run(*args)
+        else:
+            result = capture.run(*args)
         self.replays += 1
         counters.replays += 1
         return result
@@ -299,10 +309,11 @@ class Program:
         self._fill_once(args)
         try:
             capture: Capture | None = None
-            try:
-                capture = self._record(self._device, args, forms, bucket)
-            except SegmentError as failed:
-                capture = self._try_warm(failed, args, forms, bucket)
+            with self._planned_for_capture(bucket):
+                try:
+                    capture = self._record(self._device, args, forms, bucket)
+                except SegmentError as failed:
+                    capture = self._try_warm(failed, args, forms, bucket)
         except torch.OutOfMemoryError as error:
             if bucket is None:
                 self._forget_captures()
@@ -324,6 +335,19 @@ class Program:
             self.recaptures += 1
             counters.recaptures += 1
         return capture
+
+    @contextmanager
+    def _planned_for_capture(self, bucket: Bucket | None) -> Iterator[None]:
+        """Let the plans prepare what is captured: for all rows of the bucket, which no later plan exceeds."""
+        calls = self._compiled.graph.hoisted.values()
+        if not calls:
+            yield
+            return
+        rows = {} if bucket is None else {"live_rows": bucket.rows, "bucket_rows": bucket.rows}
+        with forward_context(capturing=True, limits=self._options.limits, **rows, **{PLANNED: set()}):
+            for call in calls:
+                call()
+            yield
 
     def _record(
         self, device: CaptureDevice, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
@@ -562,6 +586,10 @@ class Program:
         if fx_node is None or not graph.mark(fx_node, "capture_failed", f"{type(error).__name__}: {text[0]}"):
             self._never = "capture_failed"
             return
+        if fx_node in graph.hoisted:  # what its body does, it does in every layer
+            for node in graph.hoisted:
+                if node.target.spec is fx_node.target.spec:  # type: ignore[union-attr]
+                    graph.mark(node, "capture_failed", f"{type(error).__name__}: {text[0]}")
         self._take(self._again(graph, self._options))
 
     def _take(self, compiled: Compiled) -> None:
@@ -591,6 +619,8 @@ class Program:
             for o in plan.inputs
             if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
         ]
+        breaks = (node.target for node in compiled.graph.facts if isinstance(node.target, BoundBreak))
+        self._has_plans = any(bound.spec.plan is not None for bound in breaks)
         place = token_place(self._options, plan)
         self._rows_at = (positions[place[0]], place[1]) if place is not None else None
         padding = plan.padding if self._never is None else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bcg_compiler.compat.cuda_graphs import unowned
 from bcg_compiler.compat.fake import storage_key
+from bcg_compiler.context import captured_context
 from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import Captured, Code, Lowered, Stub, write_replay
@@ -24,13 +25,14 @@ from bcg_compiler.runtime.pads import Pads
 
 class Capture(NamedTuple):
     """``run`` takes the graph's arguments; ``replays`` are the captured segments, by the index of their step;
-    ``filled`` what the breaks of a step write for them.
+    ``filled`` what the breaks of a step write for them; ``rows`` those of its bucket, ``None`` for an exact shape.
     """
 
     run: Callable[..., Any]
     code: Code
     replays: Mapping[int, Replay]
     filled: Mapping[int, list[Tensor]]
+    rows: int | None = None
 
 
 def record(
@@ -73,7 +75,8 @@ def record(
             if step.kind == "segment":
                 taken = tuple(values[o] for o in step.inputs if o in values)
                 try:
-                    result, replays[step.index] = device.capture(lowered.segments[step.index], taken)
+                    with captured_context():
+                        result, replays[step.index] = device.capture(lowered.segments[step.index], taken)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:
@@ -116,7 +119,7 @@ def record(
     code = write_replay(graph, plan, captured, filename)
     known = made | bridges
     tensors = {i: [known[o] for o in filled if isinstance(known.get(o), Tensor)] for i, filled in unwritten.items()}
-    return Capture(code.made, code, replays, tensors)
+    return Capture(code.made, code, replays, tensors, None if bucket is None else bucket.rows)
 
 
 def _bridges(plan: Plan, forms: Mapping[int, Any], arena: Arena) -> dict[int, Tensor]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from bcg_compiler.context import captured_context
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower import lower_prefix
 from bcg_compiler.plan import Plan, PlanNode, Step
@@ -23,7 +24,7 @@ def find_uncapturable(
 
     def captures(count: int) -> bool:
         try:
-            with capturing(device):
+            with capturing(device), captured_context():
                 device.capture(lower_prefix(graph, plan, step, count), given)
         except torch.OutOfMemoryError:
             raise

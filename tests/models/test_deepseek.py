@@ -13,7 +13,7 @@ import bcg_compiler as bcg
 
 pytest.importorskip("transformers")
 
-from bcg_compiler.models import serving, zoo  # noqa: E402
+from bcg_compiler.models import serving, zoo
 
 YARN = dict(
     rope_type="yarn",
@@ -43,7 +43,7 @@ def _clean(clean: None) -> Iterator[None]:
 
 
 def saved(name: str, folder: Path, **kwargs: Any) -> Any:
-    """transformers' own model of a name of MODELS, saved to a folder. Routing biases are drawn too: they begin as 0."""
+    """Transformers' own model of a name of MODELS, saved to a folder. Routing biases are drawn too: they begin as 0."""
     zoo_name, fields = MODELS[name]
     model: Any = zoo.build(zoo_name, config=fields).model
     for key, buffer in model.named_buffers():
