@@ -83,9 +83,9 @@ class Options:
     ``"inductor"``; or a function of a graph, which returns a tuple, and of fakes of its inputs, that returns what is
     called in its place. ``"auto"`` is ``"eager"`` so far."""
 
-    min_segment_kernels: int = 2
-    """A segment with fewer kernels than this joins the break beside it: a graph launch costs more than a lone kernel.
-    A segment without any kernel always does."""
+    min_segment_kernels: Literal["auto"] | int = "auto"
+    """A segment with fewer kernels than this joins the break beside it; with ``"auto"`` one that costs more as a graph,
+    with what is copied for it, than its operations cost eagerly. A segment without any kernel always does."""
 
     disable_passes: tuple[str, ...] = ()
     """Passes to leave out, by name (see ``docs/passes``)."""
@@ -163,6 +163,12 @@ def _multiple(value: Any) -> int:
     return found
 
 
+def _least_kernels(value: Any) -> Any:
+    if isinstance(value, bool) or not (isinstance(value, int) or value == "auto"):
+        raise _wrong_type("min_segment_kernels", value, "an integer, or 'auto'")
+    return value if value == "auto" else _checked("min_segment_kernels", value, int)
+
+
 def _padding_factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong_type("max_padding_factor", value, "a number")
@@ -197,6 +203,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "max_padding_factor": _padding_factor,
     "slots": _slots,
     "segment_compiler": _segment_compiler,
+    "min_segment_kernels": _least_kernels,
     "limits": _limits,
 }
 

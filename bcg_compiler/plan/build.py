@@ -1,6 +1,6 @@
 """From an annotated graph to a plan."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from bcg_compiler.facts.modes import is_functorch_node
 from bcg_compiler.facts.node import FENCE
 from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
+from bcg_compiler.plan.costs import Island, LaunchCosts
 from bcg_compiler.plan.lifetimes import with_lifetimes
 from bcg_compiler.plan.padded_rows import PaddedRows
 from bcg_compiler.plan.padding import check_rules, check_slot_names, choose_padding, has_rows, slot_policy
@@ -42,6 +43,7 @@ class _Builder:
     def __init__(self, graph: AnnotatedGraph, options: Options) -> None:
         self.graph = graph
         self.options = options
+        self.costs = LaunchCosts()
         self.symbols = SymbolNames()
         self.by_ordinal = {facts.ordinal: node for node, facts in graph.facts.items()}
         self.members: dict[int, list[Node]] = {}
@@ -79,10 +81,14 @@ class _Builder:
         self, inputs: list[Value], passes: tuple[PassResult, ...], padding: Padding | None, unpadded: Reason | None
     ) -> Plan:
         values = list(inputs)
-        units = [self._unit(ordinal) for ordinal in sorted(self.members)]
-        cuts = partition(units, self.options.min_segment_kernels)
         output = self.graph.module.graph.output_node()
         returned = [n for n in output.all_input_nodes if n in self.ordinals]
+        copied = {v.ordinal for v in inputs if v.kind == "input"}
+        if self.options.outputs == "copy":
+            copied |= {self.ordinals[n] for n in returned}
+        units = [self._unit(ordinal, copied) for ordinal in sorted(self.members)]
+        least = self.options.min_segment_kernels
+        cuts = partition(units, None if least == "auto" else least, self.costs)
         crossing = _Crossing([self._nodes(cut) for cut in cuts], returned, self.graph.facts)
         numbers = {v.ordinal for v in values if v.kind == "number"}
         wanted = {self.ordinals[n] for i, cut in enumerate(cuts) if cut.kind == "segment" for n in crossing.inputs[i]}
@@ -187,13 +193,14 @@ class _Builder:
         specs = tuple(map(self.symbols.spec, facts.specs)) if facts else ()
         return Value(self.ordinals[node], name, kind, specs)
 
-    def _unit(self, ordinal: int) -> Unit:
+    def _unit(self, ordinal: int, copied: Collection[int]) -> Unit:
         members = self.members[ordinal]
         facts = [self.graph.facts[node] for node in members]
         inside = set(members)
         needs = {
             self.graph.facts[n].group for node in members for n in node.all_input_nodes if n in self.graph.facts
         } - {ordinal}
+        touched = {self.ordinals[n] for node in members for n in (node, *node.all_input_nodes) if n in self.ordinals}
         marked = any(node in self.graph.marks for node in inside)
         # A check has no users: it stays where it is, before what it is to prevent.
         frozen = marked and all(f.host_only for f in facts) and any(node.users for node in members)
@@ -206,6 +213,7 @@ class _Builder:
             reads=frozenset().union(*(f.reads for f in facts)),
             writes=writes,
             pinned=any(root < 0 or root in self.graph.outside for root in writes),
+            copied=frozenset(touched.intersection(copied)),
         )
 
     def _nodes(self, cut: Cut) -> list[Node]:
@@ -339,6 +347,7 @@ class _Builder:
         return list(found)
 
     def _reasons(self, cut: Cut, nodes: list[Node]) -> Iterable[StepReason]:
+        too_small = {ordinal: self._too_small(island) for island in cut.islands for ordinal in island.units}
         if cut.kind == "segment":
             yield _step_reason(self.graph.facts[nodes[0]], Reason("capturable", "nothing speaks against capture"))
         for node in nodes:
@@ -346,10 +355,14 @@ class _Builder:
             if node in self.graph.marks:
                 mark = self.graph.marks[node]
                 yield _step_reason(facts, Reason(mark.code, self.symbols.text(mark.text)))
-            elif facts.group in cut.absorbed and facts.kernels:
-                yield _step_reason(facts, Reason("small_segment", "a graph launch costs more than so few kernels"))
+            elif facts.group in too_small and facts.kernels:
+                yield _step_reason(facts, Reason("small_segment", too_small[facts.group]))
             elif facts.group in cut.moved:
                 yield _step_reason(facts, Reason("moved", "out of the way of breaks, which join"))
+
+    def _too_small(self, island: Island) -> str:
+        least = self.options.min_segment_kernels
+        return self.costs.why_not(island) if least == "auto" else f"fewer kernels than min_segment_kernels={least}"
 
     def _mode_text(self, mode: ModeState) -> str:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bcg_compiler.plan.costs import LaunchCosts
 from bcg_compiler.plan.partition import Cut, Unit, partition
 
 #: A storage; units that touch the same number touch the same storage.
@@ -155,7 +156,6 @@ def test_units_between_two_breaks_part_up_and_down() -> None:
     assert program.steps() == "S[0 2] B[1 4] S[3 5]"
 
 
-@pytest.mark.xfail(reason="two breaks are joined though that cuts the one segment between them in two")
 def test_joining_breaks_does_not_add_a_segment() -> None:
     """S1 feeds B3, S2 takes from B0, and nothing stands outside of the breaks: joined, there are two segments to launch
     where there was one, and as many steps.
@@ -637,6 +637,136 @@ def test_a_graph_without_a_kernel_has_no_segment() -> None:
 
 def test_no_units_no_steps() -> None:
     assert partition([], 2) == []
+
+
+# -- what is worth a graph ---------------------------------------------------------------------------------------------
+
+#: In round numbers: a graph costs 2, each edge of it 1, an eager kernel 4, a copy 3.
+COSTS = LaunchCosts(graph_us=2, edge_us=1, op_us=4, bridge_us=3, break_us=1)
+
+
+def at_the_front(kernels: int) -> Program:
+    """S0 is beside one break, which writes: graph 2 + 1 edge."""
+    program = Program()
+    program.segment(kernels=kernels)
+    program.brk(0)
+    return program
+
+
+def in_the_middle(kernels: int) -> Program:
+    """S1 gives B2 its result, and takes nothing: graph 2 + 2 edges."""
+    program = Program()
+    program.brk()
+    program.segment(kernels=kernels, reads={BUFFER}, pinned=True)
+    program.brk(1)
+    return program
+
+
+def behind_a_value(kernels: int) -> Program:
+    """S1 takes a value that B0 makes, which is copied to a bridge: graph 2 + 2 edges + 3."""
+    program = Program()
+    program.brk()
+    program.segment(0, kernels=kernels)
+    program.brk(1)
+    return program
+
+
+def behind_two_values(kernels: int) -> Program:
+    """S2 takes two: graph 2 + 2 edges + 6."""
+    program = Program()
+    program.brk()
+    program.brk()
+    program.segment(0, 1, kernels=kernels)
+    program.brk(2)
+    return program
+
+
+def behind_a_value_that_another_takes(kernels: int) -> Program:
+    """B0 is copied for S3 anyway: graph 2 + 2 edges."""
+    program = Program()
+    program.brk()
+    program.segment(0, kernels=kernels)
+    program.brk(1)
+    program.segment(0, 2, kernels=100)
+    return program
+
+
+def before_another_segment(kernels: int) -> Program:
+    """S1 makes a value that S3 takes: graph 2 + 2 edges + 3, eagerly a copy to a bridge for S3."""
+    program = Program()
+    program.brk()
+    program.segment(0, kernels=kernels)
+    program.brk(1)
+    program.segment(1, kernels=100)
+    return program
+
+
+def from_the_caller_and_back(kernels: int) -> Program:
+    """S1 takes a tensor of the caller's and gives one: graph 2 + 1 edge + 6."""
+    program = Program()
+    program.brk()
+    program.segment(kernels=kernels, copied=frozenset({-1, 1}), reads={BUFFER}, pinned=True)
+    return program
+
+
+#: Program → the fewest kernels with which its segment is captured.
+WORTH = {
+    at_the_front: 1,
+    in_the_middle: 2,
+    behind_a_value: 2,
+    behind_two_values: 3,
+    behind_a_value_that_another_takes: 2,
+    before_another_segment: 2,
+    from_the_caller_and_back: 3,
+}
+
+
+@pytest.mark.parametrize("make, least", WORTH.items(), ids=lambda value: getattr(value, "__name__", None))
+def test_a_segment_is_captured_from_as_many_kernels_on_as_its_graph_costs(make: Any, least: int) -> None:
+    """And with more than these it is, too."""
+    for kernels in range(1, 8):
+        units = make(kernels).units
+        (island,) = [unit.ordinal for unit in units if unit.kind == "segment" and unit.kernels != 100]
+        cuts = partition(units, costs=COSTS)
+        assert (island in {o for cut in cuts if cut.kind == "segment" for o in cut.units}) == (kernels >= least)
+
+
+def test_what_an_absorbed_segment_makes_is_copied_for_the_next_one() -> None:
+    """S1 joins the breaks. What it makes for S3 then has to be copied, and S3 with two kernels, which is worth a graph
+    with one copy, is not worth one with two.
+
+    B0─S1─B2─S3─B4  →  B[0 1 2 3 4], but with another kernel: B[0 1 2] S[3] B[4]      S1─S3
+    """
+    for kernels, expected in ((2, "B[0 1 2 3 4]"), (3, "B[0 1 2] S[3] B[4]")):
+        program = Program()
+        small = program.segment(program.brk(), kernels=1)
+        program.brk(program.segment(small, program.brk(small), kernels=kernels))
+        assert text(partition(program.units, costs=COSTS)) == expected
+
+
+def test_a_threshold_of_the_user_s_is_the_only_one() -> None:
+    """Copies do not count then."""
+    assert behind_two_values(1).steps(min_segment_kernels=1) == "B[0 1] S[2] B[3]"
+    assert in_the_middle(50).steps(min_segment_kernels=51) == "B[0 1 2]"
+
+
+def test_joining_breaks_must_pay() -> None:
+    """B1 and B3 join over S2 for one graph less. Where S1 and S2 would have to part for it, there is one more.
+
+    S0 B1 S2─B3 S4  →  S[0 2] B[1 3] S[4];  B0 S1 S2 B3  →  B[0] S[1 2] B[3]      B0─S2, S1─B3
+    """
+    program = Program()
+    program.segment()
+    program.brk(0)
+    program.brk(program.segment())
+    program.segment(1, 3, kernels=9)
+    assert text(partition(program.units)) == "S[0 2] B[1 3] S[4]"
+    program = Program()
+    first = program.brk()
+    up = program.segment()
+    program.segment(first)
+    program.brk(up)
+    assert text(partition(program.units)) == "B[0] S[1 2] B[3]"
 
 
 THRESHOLDS = {
