@@ -38,3 +38,29 @@ def compile_graph(module: GraphModule, fakes: Sequence[Any], context: TracingCon
     lazily_tuned = {"config_patches": {"triton.autotune_at_compile_time": False}}
     with ambient, torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=lazily_tuned)
+
+
+def missing_tool(error: BaseException) -> str:
+    """What to install, where an error says that Inductor has no compiler for the code that it wrote; else ""."""
+    from torch._inductor import config, exc
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, exc.InvalidCxxCompiler):
+            wanted = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, (list, tuple)) else []
+            return (
+                f"Inductor compiles code for the CPU with a C++ compiler, and {' or '.join(wanted) or 'none'} was not "
+                "found. Install one (Debian and Ubuntu: apt-get install g++), or name it in the variable CXX."
+            )
+        if isinstance(seen, exc.TritonMissing):
+            return (
+                "Inductor's code for this device is compiled by Triton, which is not installed, or too old. Install "
+                "it: pip install -U triton."
+            )
+        if "Failed to find C compiler" in str(seen):  # triton.runtime.build, for what launches its kernels
+            return (
+                "Triton needs a C compiler and found none. Install one (Debian and Ubuntu: apt-get install gcc), or "
+                "name it in the variable CC."
+            )
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
+    return ""

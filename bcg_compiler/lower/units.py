@@ -1,5 +1,6 @@
 """Compiles the units of a plan: each different one once, and the result is called with the values of each."""
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from bcg_compiler.compat.fake import fresh_fake, is_plain, is_traceable_wrapper_subclass
-from bcg_compiler.compat.inductor import compile_graph, start_workers, tracing_context
+from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.plan import CompileUnit, Plan
@@ -90,6 +91,7 @@ class UnitCompiler:
             assert callable(compiler)
             self._compile = compiler
         self._compiled: dict[str, CompiledUnit | None] = {}
+        self._toolless = False  # whether it was seen that there is nothing to compile with
         self._late = False  # whether Dynamo's own call of the backend is over
         self.refused: Counter[str] = Counter()
 
@@ -123,6 +125,9 @@ class UnitCompiler:
         return bool(given_up)
 
     def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
+        if self._toolless:
+            self.refused["no_compiler"] += 1
+            return None
         facts = [graph.facts[nodes[ordinal]] for ordinal in unit.nodes]
         assumed = _guards(graph)
         try:
@@ -130,6 +135,11 @@ class UnitCompiler:
             made = self._compile(module, _fakes(graph, unit, nodes))
         except Exception as error:
             # Results are the same without it, so this is no reason to stop: but it is said.
+            if tool := missing_tool(error):
+                _say_once(f"bcg: segments run as they are, uncompiled. {tool}")
+                self._toolless = True
+                self.refused["no_compiler"] += 1
+                return None
             where = f"{facts[0]} to {facts[-1]} ({facts[0].source})"
             log.warning(
                 "bcg: a part of a segment, %s, could not be compiled and runs as it is: %s: %s",
@@ -146,6 +156,12 @@ class UnitCompiler:
         given = [graph.producer_facts(nodes[ordinal]) for ordinal in taken(graph, unit, nodes)]
         written = [i for i, f in enumerate(given) if f is not None and f.specs and f.results & writes]
         return CompiledUnit(module, made, written)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """Warn, once in a process."""
+    log.warning(text)
 
 
 class Touched(NamedTuple):

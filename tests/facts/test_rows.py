@@ -132,7 +132,6 @@ ROW_WISE: dict[str, tuple[Callable[..., Any], Inputs]] = {
     "layer_norm": (lambda x: F.layer_norm(x, (4,)), rows),
     "rms_norm": (lambda x: F.rms_norm(x, (4,)), rows),
     "rms_norm as on CUDA": (lambda x: torch.ops.aten._fused_rms_norm(x, [4], None, 1e-6)[0], rows),
-    "rms_norm": (lambda x: F.rms_norm(x, (4,)), rows),
     "norm_by_hand": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), batch),
     "softmax_of_each_row": (lambda x: x.softmax(-1), rows),
     "sum_of_each_row": (lambda x: x.sum(-1), rows),

@@ -1,5 +1,6 @@
 """Units compiled by Inductor: close to eager, replayed, compiled once, and found in its caches by the next process."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.exc import InductorError, TritonMissing
+from torch._inductor.lowering import lowerings
 
 import bcg_compiler as bcg
 from bcg_compiler.compat import inductor
@@ -115,3 +118,78 @@ def test_inference_mode() -> None:
             x = torch.randn(3, 8)
             torch.testing.assert_close(compiled(x), model(x))
     assert bcg.stats(compiled).replays == 2
+
+
+# -- what cannot be compiled -------------------------------------------------------------------------------------------
+
+
+def test_what_inductor_cannot_lower_runs_as_it_is_and_the_rest_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("no code for this operation")
+
+    monkeypatch.setitem(lowerings, torch.ops.aten.erfc.default, fails)
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.relu(cosine(torch.erfc(x) + 1) * 2.5)
+
+    compiled = torch.compile(fn, backend="bcg", options=OPTIONS)
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(x), fn(x))
+    stats = bcg.stats(compiled)
+    assert (stats.unique_units, stats.eager_units, stats.replays) == (2, {"compile_failed": 1}, 2)
+    assert "no code for this operation" in caplog.text and "erfc" in caplog.text
+
+
+NO_COMPILER = """
+import torch
+import bcg_compiler as bcg
+
+@bcg.eager_break(fake=torch.empty_like)
+def cosine(x):
+    return x.cos()
+
+with torch.no_grad():
+    for program in (lambda x: torch.relu(cosine(torch.relu(x) + 1)) * 3, lambda x: torch.relu(x) * 5):
+        options = {"capture": "emulated", "min_segment_kernels": 1, "segment_compiler": "inductor"}
+        compiled = torch.compile(program, backend="bcg", options=options)
+        for _ in range(3):
+            x = torch.randn(4)
+            assert torch.equal(compiled(x), program(x))
+        print(bcg.stats(compiled).eager_units)
+"""
+
+
+def test_a_missing_cpp_compiler_is_named_once(tmp_path: Path) -> None:
+    """Each unit was one more warning of an error inside of Inductor, none of which said what to install."""
+    env = {**os.environ, "CXX": "no-such-g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", NO_COMPILER], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["{'no_compiler': 2}", "{'no_compiler': 1}"]
+    warnings = [line for line in done.stderr.splitlines() if "bcg:" in line]
+    assert len(warnings) == 1
+    assert "no-such-g++" in warnings[0] and "apt-get install g++" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (TritonMissing(None), "pip install -U triton"),
+        (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), "apt-get install gcc"),
+    ],
+    ids=["no_triton", "no_c_compiler"],
+)
+def test_what_to_install_for_a_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, remedy: str
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise InductorError(error, None)
+
+    monkeypatch.setattr("bcg_compiler.lower.units.compile_graph", fails)
+    importlib.import_module("bcg_compiler.lower.units")._say_once.cache_clear()
+    compiled = torch.compile(lambda x: torch.relu(cosine(torch.relu(x) + 1)), backend="bcg", options=OPTIONS)
+    compiled(torch.ones(4))
+    assert bcg.stats(compiled).eager_units == {"no_compiler": 2}
+    said = [record.getMessage() for record in caplog.records if record.name == "bcg_compiler"]
+    assert len(said) == 1 and remedy in said[0]

@@ -55,10 +55,10 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_an_unknown_family_is_answered_with_the_nearest(folder: Path) -> None:
     change(folder, model_type="deepseek_v33")
-    with pytest.raises(ModelError, match="family 'deepseek_v33'; did you mean .*deepseek_v3"):
+    with pytest.raises(ModelError, match=r"family 'deepseek_v33'; did you mean .*deepseek_v3"):
         serving.load(folder, **SIZES)
     change(folder, model_type="mamba")
-    with pytest.raises(ModelError, match="family 'mamba'; there are deepseek_v2, .*glm_moe_dsa"):
+    with pytest.raises(ModelError, match=r"family 'mamba'; there are deepseek_v2, .*glm_moe_dsa"):
         serving.load(folder, **SIZES)
 
 
@@ -121,7 +121,8 @@ def test_tensors_of_another_shape_or_type_are_all_listed(folder: Path) -> None:
         (dict(model_type="deepseek_v32"), "deepseek_v32 lacks the field 'index_n_heads'"),
         (dict(model_type="glm_moe_dsa", index_topk=4, index_n_heads=1, index_head_dim=8, indexer_types=["shared"] * 2),
          "indexer must be 'full'"),
-        (dict(model_type="deepseek_v32", index_topk=4, index_n_heads=1, index_head_dim=8, q_lora_rank=None), "q_lora_rank must be given"),
+        (dict(model_type="deepseek_v32", index_topk=4, index_n_heads=1, index_head_dim=8, q_lora_rank=None),
+         "q_lora_rank must be given"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_is_not_implemented_is_refused(folder: Path, fields: dict[str, Any], says: str) -> None:

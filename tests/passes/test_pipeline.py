@@ -66,7 +66,7 @@ def test_the_most_deliberate_reason_wins(graph_of: GraphOf) -> None:
     assert [reason.code for reason in graph.marks.values()] == ["eager_break", "user_rule"]
 
 
-@pytest.mark.parametrize("name", FIRING)
+@pytest.mark.parametrize("name", names())
 def test_a_disabled_pass_does_nothing_and_says_so(graph_of: GraphOf, name: str) -> None:
     graph = graph_of(fn, torch.ones(4))
     results = run_passes(graph, Options(breaks=("op:aten::sin",), disable_passes=(name,)))

@@ -70,7 +70,7 @@ def test_a_body_sees_the_batch_of_its_call_only() -> None:
         assert live_batch(rows, cache) is batch
         with pytest.raises(ModelError, match="has 3 tokens and the model is called with 2"):
             live_batch(rows[:2])
-        with bcg.forward_context(live_rows=4), pytest.raises(ModelError, match="has 3 tokens .* called with 4"):
+        with bcg.forward_context(live_rows=4), pytest.raises(ModelError, match=r"has 3 tokens .* called with 4"):
             live_batch(rows)
         with pytest.raises(ModelError, match="6 pages of 4 tokens, and the model's has 5 of 4"):
             live_batch(rows, cache[:5])
