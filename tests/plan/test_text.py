@@ -72,7 +72,6 @@ def test_the_text_of_a_small_module() -> None:
     name = f"{write.__module__}.write"
     expected = f"""\
 plan …: 2 segments (2 different), 2 breaks
-pass hoist_plans: 0
 pass mark_break_functions: 1
 pass mark_uncapturable: 1
 given proj.weight static float32[4, 4]
