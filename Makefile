@@ -17,7 +17,7 @@ OMP_NUM_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test nightly bench format format-check lint types imports check clean
+.PHONY: help setup demo test nightly inductor bench format format-check lint types imports check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -32,6 +32,9 @@ test: $(STAMP) ## run the tests
 
 nightly: $(STAMP) ## run the tests that take minutes
 	$(PYTEST) -m nightly $(ARGS) $(TESTS)
+
+inductor: $(STAMP) ## run the tests against eager with segments compiled by Inductor (half an hour)
+	$(PYTEST) --segments inductor $(ARGS) $(or $(TESTS),tests/faults tests/runtime tests/models)
 
 bench: $(STAMP) ## run all benchmarks (needs a GPU): JSON files and pictures in build/bench
 	mkdir -p build/bench

@@ -1,13 +1,32 @@
-"""What all tests share."""
+"""What all tests share.
+
+With ``--segments inductor`` whatever leaves the choice to ``segment_compiler="auto"`` has its segments compiled by
+Inductor, and ``torch.equal`` takes floating numbers for equal that are close: it sums in another order, and fuses.
+All else that a test compares stays as strict as it is: shapes, strides, dtypes, what shares memory with what, what is
+written, in which order breaks run, and errors.
+"""
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked gpu where there is no CUDA device."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--segments``: what compiles segments where a test does not say it."""
+    parser.addoption("--segments", choices=("eager", "inductor"), default="eager", help="what compiles segments")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests marked gpu where there is no CUDA device, and those marked eager_segments under Inductor."""
+    if config.getoption("segments") == "inductor":
+        for item in items:
+            for mark in item.iter_markers("eager_segments"):
+                item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -32,6 +51,52 @@ def _guards_that_last() -> Iterator[None]:
 
         config.use_recursive_dict_tags_for_guards = False
     yield
+
+
+@pytest.fixture
+def inductor_segments() -> Iterator[None]:
+    """Segments are compiled by Inductor where a test does not say by what, and ``torch.equal`` means close."""
+    from dataclasses import replace
+
+    import torch
+
+    from bcg_compiler import backend
+
+    unit_compiler = backend.unit_compiler
+
+    def by_inductor(options: backend.Options) -> backend.UnitCompiler | None:
+        auto = options.segment_compiler == "auto"
+        return unit_compiler(replace(options, segment_compiler="inductor") if auto else options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "unit_compiler", by_inductor)
+        patch.setattr(torch, "equal", _close)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _segments(request: pytest.FixtureRequest) -> None:
+    """Compile segments as ``--segments`` says."""
+    if request.config.getoption("segments") == "inductor":
+        request.getfixturevalue("inductor_segments")
+
+
+#: How far apart numbers may be, by the bits of their dtype, as a part of the largest one beside them.
+TOLERANCE = {64: 1e-9, 32: 1e-4, 16: 2e-2}
+
+
+def _close(one: "Tensor", other: "Tensor") -> bool:
+    """In place of ``torch.equal``: floating numbers may differ by what another order of sums makes of them."""
+    import torch
+
+    if one.shape != other.shape or one.dtype != other.dtype or not (one.is_floating_point() or one.is_complex()):
+        return bool((one == other).all()) if one.shape == other.shape else False
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    tolerance = TOLERANCE[torch.finfo(other.dtype).bits]
+    finite = other[other.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 1.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ class Lines:
             found = lines.get(trace.tb_lineno, found)
             trace = trace.tb_next
         filename, line = getattr(error, "bcg_line", None) or ("", 0)  # the emulated device's own word
-        return self._lines.get(filename, {}).get(line, found)
+        found = self._lines.get(filename, {}).get(line, found)
+        return found if found is None else _within_unit(*found, getattr(error, "bcg_unit_node", None))
 
     def say_where(self, error: Exception) -> None:
         """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""
@@ -47,3 +48,11 @@ class Lines:
         note = f"bcg: {step.kind} {step.index}, %{node.ordinal} {node.op}{where} ({node.source}){code}"
         if note not in getattr(error, "__notes__", ()):  # one exception object may be raised again and again
             error.add_note(note)
+
+
+def _within_unit(step: Step, first: PlanNode, position: int | None) -> tuple[Step, PlanNode]:
+    """The operation at a position of a compiled unit, which the text knows by its first one."""
+    units = [unit for unit in step.units if unit.nodes[0] == first.ordinal]
+    if position is None or not units:
+        return step, first
+    return step, next(node for node in step.nodes if node.ordinal == units[0].nodes[position])

@@ -40,6 +40,11 @@ def tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
+#: Under Inductor a router's scores may round to another expert.
+DTYPES = [
+    pytest.param(torch.float32, id="float32"),
+    pytest.param(torch.bfloat16, id="bfloat16", marks=pytest.mark.eager_segments("routing of experts may flip")),
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -57,7 +62,7 @@ def check_against_eager(model: zoo.ZooModel, lengths: tuple[int, ...]) -> Stats:
     return bcg.stats(compiled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_prefill_gives_the_bits_of_eager(name: str, dtype: torch.dtype, device: str) -> None:

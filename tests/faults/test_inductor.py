@@ -1,0 +1,115 @@
+"""Segments compiled by Inductor: what a caller sees besides the last bits of numbers is what eager code shows.
+
+A few programs; ``make inductor`` runs all tests of this folder so.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bcg_compiler as bcg
+
+WAYS = ("captured",)
+ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
+pytestmark = [pytest.mark.usefixtures("inductor_segments")]
+
+
+@ONE_FORM
+def test_writes_into_arguments_and_caches_between_breaks(
+    check: Any, breaks: SimpleNamespace, rand: Any, ints: Any
+) -> None:
+    def program(cache: Tensor, x: Tensor, slots: Tensor) -> Any:
+        x[1:].mul_(2)
+        h = breaks.push_(cache, slots, torch.sigmoid(x))
+        cache[0].add_(h.sum(0))
+        return h.t() * 0.5, cache[1:], x.view(-1), (cache * 2).sum(1)
+
+    pair = check(program, [(rand(6, 4), rand(3, 4), ints(1, 4, 2))] * 2)
+    stats = bcg.stats(pair.compiled)
+    assert stats.replays and stats.unique_units == 2 and not stats.eager_units
+
+
+@ONE_FORM
+def test_random_numbers_and_autocast_regions_stay_eager_s(check: Any, breaks: SimpleNamespace, rand: Any) -> None:
+    def program(x: Tensor) -> Any:
+        drawn = breaks.wall(x.sin() * 2) + torch.rand_like(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            mixed = breaks.wall(drawn) @ x
+        return breaks.wall(mixed.float()).cos() + 1
+
+    stats = bcg.stats(check(program, [(rand(4, 4),)]).compiled)
+    assert stats.replays and stats.unique_units == 4
+    assert stats.eager_units == {"unit_random": 1, "unit_mode": 1}
+
+
+def _is_the_argument(x: Tensor) -> Any:
+    return torch.dropout(x, 0.5, False), x * 2
+
+
+def _written_before(x: Tensor) -> Any:
+    x.add_(1)
+    return torch.dropout(x, 0.5, False), x * 2
+
+
+def _lazily_conjugate(x: Tensor) -> Any:
+    made = torch.view_as_complex(x.view(2, 2, 2) * 2)
+    return made, made.conj(), made.conj().imag
+
+
+@pytest.mark.parametrize(
+    "program", [_is_the_argument, _written_before, _lazily_conjugate], ids=lambda f: f.__name__[1:]
+)
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_a_result_that_shares_memory_with_another_value(
+    compile_pair: Any, rand: Any, program: Callable[..., Any]
+) -> None:
+    """What is ``x`` or a view of a result in eager code was a copy: a later write was not seen in the other one."""
+    pair = compile_pair(program)
+    for _ in range(3):
+        pair.write_results((rand(2, 4),))
+    stats = bcg.stats(pair.compiled)
+    assert stats.replays and stats.eager_units == {"unit_alias": 1}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a layout of the CPU")
+def test_an_input_without_a_storage(check: Any, rand: Any) -> None:
+    """Its fake looks like any other tensor: the code that was made for it asked for its address."""
+    pair = check(lambda x: x.sin().to_mkldnn().to_dense() + 1, [(rand(4, 4),)], fullgraph=False)
+    assert bcg.stats(pair.compiled).eager_units == {"unit_odd_input": 1}
+
+
+class _Tables(nn.Module):
+    """Layers of one form, each with ids of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.ReLU()) for _ in range(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return sum((layer(row) for layer, row in zip(self.layers, ids.unbind(), strict=True)), self.calls)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ends the process's CUDA context")
+@pytest.mark.parametrize("good_calls", [0, 1, 2], ids=["warm_up", "capture", "replay"])
+def test_an_error_in_code_that_runs_for_several_layers_names_the_layer(
+    compile_pair: Any, ints: Any, good_calls: int
+) -> None:
+    """Inductor's own text names a line of a C++ file, its type is another one, and the layer was the first of those
+    that share the code.
+    """
+    pair = compile_pair(_Tables())
+    ids = ints(*range(1, 13)).view(6, 2)
+    for _ in range(good_calls):
+        pair(ids)
+    bad = ids.clone()
+    bad[4, 1] = 99
+    for _ in range(2):
+        pair.fails((bad,), IndexError, "index out of range", note=("embedding", "layers.4.0"))
+        pair(ids)
+    assert bcg.stats(pair.compiled).unique_units < len(pair.eager.layers)
