@@ -109,8 +109,8 @@ class CompiledUnit:
 
 
 # Note [Errors of a unit]
-# On a CPU Inductor's code checks indices, and says "index out of bounds" with a place in a C++ file; eager code raises an
-# IndexError, and the user wants to know in which layer. So the operations are run once more, one by one, on copies of
+# On a CPU Inductor's code checks indices, and says "index out of bounds" with a place in a C++ file; eager code raises
+# an IndexError, and the user wants to know in which layer. So the operations run once more, one by one, on copies of
 # what they write: what fails is raised, with its position in the unit, from which the runtime finds the user's line. (A
 # unit of one key runs for many layers; only the position is the same in all.) On a GPU such an error ends the context,
 # and nothing can be run again. Memory that the unit writes is left as the compiled code left it.
