@@ -172,6 +172,7 @@ EAGER_UNITS = {
     "unit_sizes": Meaning(
         "it was compiled after the first call, and the compiler assumed something of open sizes that nobody checks", ""
     ),
+    "no_compiler": Meaning("there is nothing to compile with", "install what the warning names: g++, or Triton"),
     "compile_failed": Meaning("the compiler failed; a warning says how", ""),
     "unit_capture_failed": Meaning("its compiled code could not be captured, and its operations could", ""),
 }
