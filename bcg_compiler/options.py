@@ -51,6 +51,10 @@ class Options:
     """Which size the ladder is for, where a graph leaves several open: a dimension of its inputs (``1``), or one of a
     named input (``"input_ids:1"``)."""
 
+    specialized_buckets: tuple[int, ...] = ()
+    """Buckets of the ladder whose units are compiled for exactly their sizes, each at its capture, by the segment
+    compiler. All others share code in which the sizes are open."""
+
     bucket_multiple: int = 1
     """Every bucket is rounded up to a multiple of this (8 for DeepEP: other sizes can hang its capture)."""
 
@@ -169,6 +173,13 @@ def _least_kernels(value: Any) -> Any:
     return value if value == "auto" else _checked("min_segment_kernels", value, int)
 
 
+def _buckets(value: Any) -> tuple[int, ...]:
+    rows = (value,) if isinstance(value, int) else value
+    if not isinstance(rows, (list, tuple, set, frozenset)) or not all(type(row) is int for row in rows):
+        raise _wrong_type("specialized_buckets", value, "a list of buckets of the ladder")
+    return tuple(rows)
+
+
 def _padding_factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong_type("max_padding_factor", value, "a number")
@@ -199,6 +210,7 @@ def _limits(value: Any) -> Limits:
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "ladder": _ladder,
     "token_dim": _token_dim,
+    "specialized_buckets": _buckets,
     "bucket_multiple": _multiple,
     "max_padding_factor": _padding_factor,
     "slots": _slots,

@@ -23,11 +23,13 @@ def start_workers() -> None:
     maybe_warm_pool()
 
 
-def compile_graph(module: GraphModule, fakes: Sequence[Any], context: TracingContext | None) -> Callable[..., Any]:
+def compile_graph(
+    module: GraphModule, fakes: Sequence[Any], context: TracingContext | None, tuned: bool = False
+) -> Callable[..., Any]:
     """Compile a graph that returns a tuple, for inputs that look like ``fakes``; open sizes stay open.
 
     What is returned takes the inputs one by one and gives a sequence. Its kernels are tuned at its first call, which
-    therefore must not be captured.
+    therefore must not be captured; ``tuned``: they are tuned now, so that it may be.
     """
     from torch._inductor import standalone_compile
 
@@ -35,9 +37,9 @@ def compile_graph(module: GraphModule, fakes: Sequence[Any], context: TracingCon
     ambient = tracing(context) if context is not None and TracingContext.try_get() is not context else nullcontext()
     # standalone_compile asks for kernels that are tuned while it compiles, for artifacts that are moved to another
     # machine: they are compiled one after the other, and once more for the tuning.
-    lazily_tuned = {"config_patches": {"triton.autotune_at_compile_time": False}}
+    when_tuned = {"config_patches": {"triton.autotune_at_compile_time": tuned}}
     with ambient, torch.no_grad():
-        return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=lazily_tuned)
+        return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=when_tuned)
 
 
 def missing_tool(error: BaseException) -> str:

@@ -174,6 +174,10 @@ EAGER_UNITS = {
     ),
     "no_compiler": Meaning("there is nothing to compile with", "install what the warning names: g++, or Triton"),
     "compile_failed": Meaning("the compiler failed; a warning says how", ""),
+    "specialize_failed": Meaning(
+        "the compiler failed for the sizes of one bucket, which runs the code of the others; a warning says how",
+        'Leave it out of options={"specialized_buckets": ...}.',
+    ),
     "unit_capture_failed": Meaning("its compiled code could not be captured, and its operations could", ""),
 }
 

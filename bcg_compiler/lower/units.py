@@ -15,6 +15,7 @@ from bcg_compiler.compat.fake import fresh_fake, is_plain, is_traceable_wrapper_
 from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
+from bcg_compiler.lower.exact import exact_fakes
 from bcg_compiler.plan import CompileUnit, Plan
 
 log = logging.getLogger("bcg_compiler")
@@ -99,6 +100,12 @@ class CompiledUnit:
             return error
         return None
 
+    def compiled_as(self, run: Callable[..., Any]) -> "CompiledUnit":
+        """The same unit with what another compile made of it; what was found out of it is kept."""
+        made = CompiledUnit(self.eager, run, self._written, self._shares, self._refused)
+        made._tried, made._given_up = self._tried, self._given_up
+        return made
+
     def _overlapping(self, args: Sequence[Any]) -> bool:
         ranges = {i: _byte_range(arg) for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         return any(
@@ -173,16 +180,19 @@ class UnitCompiler:
     def __init__(self, compiler: SegmentCompiler | str) -> None:
         context = tracing_context()
         self._compile: SegmentCompiler
+        self._compile_exact: SegmentCompiler  # what it returns is captured at its first call
         if compiler == "inductor":
             start_workers()
             self._compile = lambda module, fakes: compile_graph(module, fakes, context)
+            self._compile_exact = lambda module, fakes: compile_graph(module, fakes, context, tuned=True)
         else:
             assert callable(compiler)
-            self._compile = compiler
+            self._compile = self._compile_exact = compiler
         self._compiled: dict[str, CompiledUnit | None] = {}
         self._toolless = False  # whether it was seen that there is nothing to compile with
         self._late = False  # whether Dynamo's own call of the backend is over
         self.refused: Counter[str] = Counter()
+        self.specialized = 0
 
     def units(self, graph: AnnotatedGraph, plan: Plan) -> dict[str, CompiledUnit]:
         """What is called for each unit, by its key; units that run as they are are left out."""
@@ -204,6 +214,24 @@ class UnitCompiler:
                 self._compiled[key] = self._try(graph, unit, nodes)
         self._late = True
         return {key: made for key in wanted if (made := self._compiled[key]) is not None}
+
+    def units_for(self, graph: AnnotatedGraph, plan: Plan, sizes: Mapping[str, int]) -> dict[str, CompiledUnit]:
+        """The same, and those that depend on ``sizes``, by the symbols of the graph, are compiled for exactly these."""
+        nodes = {f.ordinal: n for n, f in {**graph.input_facts, **graph.facts}.items()}
+        found = self.units(graph, plan)
+        for unit in {unit.key: unit for step in plan.segments for unit in step.units if unit.key in found}.values():
+            fakes = exact_fakes(_fakes(graph, unit, nodes), graph.fake_mode, sizes)
+            if fakes is None:
+                continue
+            try:
+                run = self._compile_exact(unit_graph(graph, unit, nodes), fakes)
+            except Exception as error:
+                _warn(graph, unit, nodes, error, f"for {sizes}, where it runs as in other buckets")
+                self.refused["specialize_failed"] += 1
+                continue
+            found[unit.key] = found[unit.key].compiled_as(run)
+            self.specialized += 1
+        return found
 
     def give_up(self, keys: Sequence[str], reason: str) -> bool:
         """Run these units as they are from now on; whether any of them was compiled."""
@@ -229,13 +257,7 @@ class UnitCompiler:
                 self._toolless = True
                 self.refused["no_compiler"] += 1
                 return None
-            where = f"{facts[0]} to {facts[-1]} ({facts[0].source})"
-            log.warning(
-                "bcg: a part of a segment, %s, could not be compiled and runs as it is: %s: %s",
-                where,
-                type(error).__name__,
-                (str(error).strip().splitlines() or [""])[0],
-            )
+            _warn(graph, unit, nodes, error, "and runs as it is")
             self.refused["compile_failed"] += 1
             return None
         if self._late and _guards(graph) > assumed:
@@ -254,6 +276,19 @@ class UnitCompiler:
 def _say_once(text: str) -> None:
     """Warn, once in a process."""
     log.warning(text)
+
+
+def _warn(
+    graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node], error: Exception, instead: str
+) -> None:
+    first, last = (graph.facts[nodes[ordinal]] for ordinal in (unit.nodes[0], unit.nodes[-1]))
+    log.warning(
+        "bcg: a part of a segment, %s, could not be compiled %s: %s: %s",
+        f"{first} to {last} ({first.source})",
+        instead,
+        type(error).__name__,
+        (str(error).strip().splitlines() or [""])[0],
+    )
 
 
 class Touched(NamedTuple):

@@ -16,7 +16,7 @@ from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.costs import Island, LaunchCosts
 from bcg_compiler.plan.lifetimes import with_lifetimes
 from bcg_compiler.plan.padded_rows import PaddedRows
-from bcg_compiler.plan.padding import check_rules, check_slot_names, choose_padding, has_rows, slot_policy
+from bcg_compiler.plan.padding import check_rules, check_slot_names, check_specialized, choose_padding, has_rows, slot_policy
 from bcg_compiler.plan.partition import Cut, Unit, partition
 from bcg_compiler.plan.plan import (
     CompileUnit,
@@ -62,6 +62,7 @@ class _Builder:
         self.given = {facts.ordinal: facts for facts in graph.input_facts.values()}
 
     def build(self, passes: tuple[PassResult, ...]) -> Plan:
+        check_specialized(self.options)
         inputs = self._inputs()
         if self.graph.whole and self.options.ladder is not None:
             check_slot_names(self.options, inputs)

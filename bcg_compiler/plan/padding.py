@@ -6,6 +6,7 @@ What stands here are necessities that no word of the user's overrides; the proof
 import cmath
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -58,7 +59,8 @@ def choose_padding(
         place=(ordinal, dim),
         proof="assumed" if verdict.kind == "mixing" else verdict.kind,
         least=max(verdict.least, *ranges, 0),
-        buckets=tuple(options.ladder.multiple_of(options.bucket_multiple)),
+        buckets=buckets_of(options),
+        specialized=tuple(sorted(set(options.specialized_buckets))),
         conditions=(*conditions, *verdict.bounds),
     )
 
@@ -205,6 +207,30 @@ def symbol_sources(plan: Plan, tensors_only: bool = False) -> dict[str, tuple[in
 def label(value: Value) -> str:
     """An input for people: its name on the plan and what the user calls it."""
     return f"{value.name} ({value.argument})" if value.argument else value.name
+
+
+def buckets_of(options: Options) -> tuple[int, ...]:
+    """The buckets of the ladder, as they are used; none without one."""
+    return () if options.ladder is None else tuple(options.ladder.multiple_of(options.bucket_multiple))
+
+
+def check_specialized(options: Options) -> None:
+    """Raise ``OptionError`` for a specialised bucket that the ladder does not have."""
+    if not options.specialized_buckets:
+        return
+    buckets = buckets_of(options)
+    if not buckets:
+        raise OptionError(
+            "Option 'specialized_buckets' names buckets of a ladder, and there is none. Give options={'ladder': ...}."
+        )
+    for rows in options.specialized_buckets:
+        if rows not in buckets:
+            at = bisect_left(buckets, rows)
+            near = (*buckets[max(at - 1, 0) : at], *buckets[at : at + 1])
+            raise OptionError(
+                f"Option 'specialized_buckets' names {rows}, which is no bucket of the ladder. The nearest: "
+                f"{' and '.join(map(str, near))}."
+            )
 
 
 def check_slot_names(options: Options, values: Iterable[Value]) -> None:

@@ -152,6 +152,7 @@ class Padding:
     ``least``       the fewest live rows for which that holds
     ``buckets``     the ladder
     ``conditions``  expressions that must hold with a bucket in place of the symbol: else it is another graph
+    ``specialized`` those buckets whose units are compiled for exactly their sizes
     """
 
     symbol: str
@@ -160,6 +161,7 @@ class Padding:
     least: int
     buckets: tuple[int, ...]
     conditions: tuple[str, ...] = ()
+    specialized: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

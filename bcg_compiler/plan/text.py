@@ -54,6 +54,8 @@ def _body(plan: Plan) -> list[str]:
         lines.append(f"slot {values[slot.ordinal].name}{marks}")
     if plan.padding is not None:
         lines.append(f"pad {plan.padding.symbol} {plan.padding.proof} to {', '.join(map(str, plan.padding.buckets))}")
+        if plan.padding.specialized:
+            lines.append(f"specialize {', '.join(map(str, plan.padding.specialized))}")
     for hoisted in plan.hoisted:
         lines.append(f"first {hoisted.name}({hoisted.constants}) for {_count(hoisted.nodes, 'op')}")
         lines += [f"  %{n.ordinal} {n.op}" + f" in {n.module}" * bool(n.module) for n in hoisted.nodes]

@@ -21,7 +21,7 @@ from bcg_compiler.context import PLANNED, forward_context, published
 from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
-from bcg_compiler.lower import Lowered, UnitCompiler
+from bcg_compiler.lower import Lowered, UnitCompiler, lower
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Step
 from bcg_compiler.plan.memory import forecast_ladder
@@ -357,7 +357,7 @@ class Program:
         return record(
             compiled.graph,
             compiled.plan,
-            compiled.lowered,
+            self._lowered(bucket),
             device,
             args,
             forms,
@@ -366,6 +366,21 @@ class Program:
             bucket,
             self._options.outputs,
         )
+
+    def _lowered(self, bucket: Bucket | None) -> Lowered:
+        """The code that is captured in a bucket: units for exactly its sizes, if it is one that is specialised."""
+        compiled, padding = self._compiled, self.plan.padding
+        if bucket is None or padding is None or bucket.rows not in padding.specialized or compiled.compiler is None:
+            return compiled.lowered
+        key = bucket.rows, bucket.others
+        if key not in self._specialized:
+            sizes = {raw: bucket.symbols[size] for raw, size in self._size_names().items() if size in bucket.symbols}
+            units = compiled.compiler.units_for(compiled.graph, self.plan, sizes)
+            filename = f"<bcg program for {bucket.rows} rows {next(_numbers)}>"
+            lowered = self._specialized[key] = lower(compiled.graph, self.plan, filename, units)
+            for code in lowered.codes:
+                self._lines.add(code)
+        return self._specialized[key]
 
     def _try_warm(
         self, failed: SegmentError, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
@@ -376,7 +391,7 @@ class Program:
         assert self._device is not None
         if bucket is not None and len(self._unseen) == len(self.plan.segments):
             try:
-                rehearse(self._compiled.graph, self.plan, self._compiled.lowered, args, forms, self._arena, bucket)
+                rehearse(self._compiled.graph, self.plan, self._lowered(bucket), args, forms, self._arena, bucket)
                 return self._record(self._device, args, forms, bucket)
             except SegmentError as again:
                 failed = again
@@ -470,16 +485,25 @@ class Program:
 
     def size_conditions(self) -> list[str]:
         """What holds of the sizes that the plan leaves open, what compilers of units assumed of them included."""
-        graph, values = self._compiled.graph, self.plan.by_ordinal
-        names: dict[str, str] = {}
-        for facts in graph.input_facts.values():
-            for raw, spec in zip(facts.specs, values[facts.ordinal].specs, strict=True):
-                names.update(zip((*raw.shape, *raw.strides), (*spec.shape, *spec.strides), strict=True))
+        graph, names = self._compiled.graph, self._size_names()
         found = list(size_conditions(graph.fake_mode))
         found += [
             f"Eq({symbol}, {size})" for symbol, size in replaced_sizes(graph.fake_mode).items() if symbol in names
         ]
         return list(dict.fromkeys((*self.plan.conditions, *(substitute(c, names) for c in found))))
+
+    def _size_names(self) -> dict[str, str]:
+        """Sizes of inputs as the plan names them, by what the graph calls them."""
+        values, names = self.plan.by_ordinal, dict[str, str]()
+        for facts in self._compiled.graph.input_facts.values():
+            for raw, spec in zip(facts.specs, values[facts.ordinal].specs, strict=True):
+                names.update(zip((*raw.shape, *raw.strides), (*spec.shape, *spec.strides), strict=True))
+        return names
+
+    @property
+    def specialized_units(self) -> int:
+        """How many units were compiled once more for exactly one bucket."""
+        return 0 if self._compiled.compiler is None else self._compiled.compiler.specialized
 
     @property
     def forecast_bytes(self) -> int:
@@ -596,6 +620,7 @@ class Program:
         self._compiled = compiled
         self.plan = plan = compiled.plan
         self._warm, self._never = {}, None
+        self._specialized: dict[tuple[int, tuple[int, ...]], Lowered] = {}  # by rows and other sizes of the bucket
         self._filled: set[int] = set()
         self._admitted: dict[Any, Admission] = {}
         self._examples = {}

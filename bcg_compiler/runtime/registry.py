@@ -25,7 +25,8 @@ class Stats:
     ``graphs``                  programs that have run: one for each graph between Dynamo's own breaks, and for each
                                 recompile
     ``segments``, ``breaks``    steps of their plans; ``reasons`` operations outside of segments, by reason code
-    ``unique_units``            different parts of segments to compile; ``eager_units`` those that are not, by reason
+    ``unique_units``            different parts of segments to compile; ``eager_units`` those that are not, by reason;
+                                ``specialized_units`` those that were compiled once more for exactly one bucket
     ``forecast_bytes``, ``measured_bytes``  what captures were forecast to hold, and what they and the slots do hold
     ``captures``, ``recaptures``, ``replays``  see ``Counters``
     ``eager_runs``              runs of whole programs without replay, by reason code
@@ -43,6 +44,7 @@ class Stats:
     eager_runs: dict[str, int]
     reasons: dict[str, int]
     unique_units: int
+    specialized_units: int
     eager_units: dict[str, int]
     forecast_bytes: int
     measured_bytes: int
@@ -89,6 +91,7 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
         eager_runs=dict(sum((p.eager_runs for p in programs), Counter())),
         reasons=dict(sum((plan.reasons() for plan in plans), Counter())),
         unique_units=len({unit.key for plan in plans for step in plan.segments for unit in step.units}),
+        specialized_units=sum(p.specialized_units for p in programs),
         eager_units=dict(sum((p.eager_units for p in programs), Counter())),
         forecast_bytes=sum(p.forecast_bytes for p in programs),
         measured_bytes=sum(p.measured_bytes for p in programs),

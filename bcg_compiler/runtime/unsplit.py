@@ -17,7 +17,7 @@ class UnsplitProgram:
 
     plan = None
     source = captured_on = ""
-    replays = captures = recaptures = forecast_bytes = measured_bytes = 0
+    replays = captures = recaptures = specialized_units = forecast_bytes = measured_bytes = 0
 
     def __init__(self, run: Any, reason: str) -> None:
         self.eager_runs: Counter[str] = Counter()
