@@ -355,7 +355,7 @@ def test_a_plan_reads_like_the_program() -> None:
     def fn(x: Tensor) -> Tensor:
         x = (x.sin() + 1) * 2
         x = x[x.argsort()].nonzero().sum() + x
-        return x.cos().exp()
+        return x.cos().exp().sin() * 2 + 1
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = compile_bcg(fn)

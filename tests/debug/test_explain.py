@@ -65,9 +65,9 @@ def test_deep_models_are_folded_and_their_layers_are_one_unit() -> None:
     assert plan is not None
     assert (len(plan.segments), plan.unique_units, len(plan.breaks)) == (6, 3, 5)
     text = printed(found)
-    assert "these 4 steps 4 times, up to step 16" in text
+    assert "these 2 steps 4 times, up to step 8" in text
     assert "model.layers.{1…4}.mlp.experts" in text
-    assert screen.steps_table(plan).row_count == 10
+    assert screen.steps_table(plan).row_count == 6
 
 
 @pytest.mark.nightly
@@ -76,7 +76,7 @@ def test_61_layers() -> None:
     (plan,) = found.plans
     assert plan is not None
     assert (len(plan.segments), plan.unique_units, len(plan.breaks)) == (61, 3, 60)
-    assert screen.steps_table(plan).row_count == 10
+    assert screen.steps_table(plan).row_count == 6
 
 
 def printed(found: Explanation) -> str:
