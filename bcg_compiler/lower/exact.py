@@ -24,7 +24,9 @@ def exact_fakes(fakes: Sequence[Any], mode: FakeTensorMode, sizes: Mapping[str, 
 def _exact(fake: Any, mode: FakeTensorMode, sizes: Mapping[str, int]) -> Any:
     if isinstance(fake, torch.SymInt):
         return _number(fake, sizes)
-    if not isinstance(fake, torch.Tensor) or not any(isinstance(s, torch.SymInt) for s in (*fake.shape, *fake.stride())):
+    if not isinstance(fake, torch.Tensor) or not any(
+        isinstance(s, torch.SymInt) for s in (*fake.shape, *fake.stride())
+    ):
         return fake
     shape, strides = ([_number(size, sizes) for size in of] for of in (fake.shape, fake.stride()))
     with mode, torch.inference_mode(False):

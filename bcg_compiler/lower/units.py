@@ -278,9 +278,7 @@ def _say_once(text: str) -> None:
     log.warning(text)
 
 
-def _warn(
-    graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node], error: Exception, instead: str
-) -> None:
+def _warn(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node], error: Exception, instead: str) -> None:
     first, last = (graph.facts[nodes[ordinal]] for ordinal in (unit.nodes[0], unit.nodes[-1]))
     log.warning(
         "bcg: a part of a segment, %s, could not be compiled %s: %s: %s",

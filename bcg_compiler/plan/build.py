@@ -16,7 +16,14 @@ from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.costs import Island, LaunchCosts
 from bcg_compiler.plan.lifetimes import with_lifetimes
 from bcg_compiler.plan.padded_rows import PaddedRows
-from bcg_compiler.plan.padding import check_rules, check_slot_names, check_specialized, choose_padding, has_rows, slot_policy
+from bcg_compiler.plan.padding import (
+    check_rules,
+    check_slot_names,
+    check_specialized,
+    choose_padding,
+    has_rows,
+    slot_policy,
+)
 from bcg_compiler.plan.partition import Cut, Unit, partition
 from bcg_compiler.plan.plan import (
     CompileUnit,

@@ -79,3 +79,20 @@ def test_results_are_close_to_those_of_eager_code(breaks: bool, ladder: list[int
     assert stats.eager_units == {}
     assert stats.unique_units < stats.segments if breaks else stats.unique_units <= 3
     assert stats.replays >= (7 if ladder else 2)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "breaks"])
+def test_units_for_exactly_one_bucket_are_captured_at_their_first_call(breaks: bool) -> None:
+    """Their kernels must be tuned by then: tuning waits for the device."""
+    model = Model(breaks).cuda().eval().requires_grad_(False)
+    options = {"segment_compiler": "inductor", "ladder": [32, 64, 128], "specialized_buckets": [64]}
+    compiled = torch.compile(model, backend="bcg", options=options)
+    for rows in (40, 100, 64, 33, 20, 50):
+        ids = prompt(rows)
+        with bcg.forward_context(live_rows=rows):
+            torch.testing.assert_close(compiled(ids), model(ids), rtol=2e-3, atol=2e-3)
+    stats = bcg.stats(compiled)
+    assert stats.eager_units == {} and set(stats.reasons) <= {"eager_break"}
+    assert 0 < stats.specialized_units <= stats.unique_units
+    assert stats.replays == 5

@@ -186,9 +186,10 @@ def test_inductor_compiles_for_the_rows_of_a_bucket(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bcg_compiler.lower.units.compile_graph", counting)
     model = Layers()
     program = compiled(model, "inductor", specialized_buckets=[8])
-    for count in (12, 5, 6, 8, 12):
-        x = rows(count)
-        torch.testing.assert_close(program(x), model(x))
+    with torch.inference_mode():
+        for count in (12, 5, 6, 8, 12):
+            x = rows(count)
+            torch.testing.assert_close(program(x), model(x))
     assert [sizes[0] for sizes in given] == [False, True]
     assert given[1][1] == 8 and all(type(size) is int for size in given[1][1:])
     stats = bcg.stats(program)
