@@ -150,10 +150,6 @@ EAGER_RUNS = {
 
 #: Why a unit of a segment is not compiled, and its operations run as they are.
 EAGER_UNITS = {
-    "no_compiler": Meaning(
-        "there is nothing to compile with: no C++ compiler (on a CPU), or no Triton (on a GPU)",
-        "Install what the warning names.",
-    ),
     "unit_mode": Meaning(
         "it is in an autocast, inference or grad region of the graph's own", "Open the region around the call."
     ),
