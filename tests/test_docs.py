@@ -41,6 +41,7 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
         "units",
         "aot",
         "hoisting",
+        "serving-models",
         *(f"passes/{p.stem}" for p in sorted((ROOT / "docs/passes").glob("*.md"))),
     ],
 )

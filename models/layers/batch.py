@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,14 +124,16 @@ class PrefillBatch:
         """The most tokens that a token of this batch may look at."""
         return max(prefix + length for prefix, length in zip(self.prefixes, self.lengths, strict=True))
 
-    def requests(self) -> Iterator[Request]:
-        """The requests in order, with the slots of their whole contexts."""
-        start = 0
+    @functools.cached_property
+    def requests(self) -> tuple[Request, ...]:
+        """The requests in order, with the slots of their whole contexts: found once for all layers."""
+        found, start = [], 0
         for row, length, prefix in zip(self.page_table, self.lengths, self.prefixes, strict=True):
             at = torch.arange(prefix + length, device=row.device)
             slots = row[at // self.page_size].long() * self.page_size + at % self.page_size
-            yield Request(start, start + length, prefix, slots)
+            found.append(Request(start, start + length, prefix, slots))
             start += length
+        return tuple(found)
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -141,15 +144,16 @@ class PrefillBatch:
 
 
 def live_batch(rows: torch.Tensor, cache: torch.Tensor | None = None) -> PrefillBatch:
-    """The batch that is published, for a break body that was given ``rows`` ``[tokens or more, ...]``.
+    """The batch that is published, for a break body that was given ``rows`` ``[tokens, ...]``.
 
-    Raises ``ModelError`` if the batch has other tokens than the call, or was made for another cache
-    ``[pages, page_size, ...]``. Only numbers of the host are looked at.
+    There may be padded rows behind, if ``live_rows`` in the forward context says how many are not: a runner's does.
+    Raises ``ModelError`` if the batch has other tokens than the call, or was made for another cache ``[pages,
+    page_size, ...]``. Only numbers of the host are looked at.
     """
     context = bcg.current_context()
     batch: PrefillBatch = context.prefill
     given = context.live_rows if "live_rows" in context else rows.shape[0]
-    if batch.tokens > given or ("live_rows" in context and batch.tokens != given):
+    if batch.tokens != given:
         raise ModelError(
             f"The published batch has {batch.tokens} tokens and the model is called with {given}: publish the batch "
             f"of this call, with batch.published(): model(...)."

@@ -34,7 +34,17 @@ def choose_tokens(
 
 
 class LogitsGate(Linear):
-    """How much each index head counts, from the hidden states: a projection of its own, so that passes can name it."""
+    """How much each index head counts, from the hidden states: float32 ``[rows, heads]``.
+
+    A module of its own, scale included, so that a pass can mark all of it; then it joins the break beside it.
+    """
+
+    def __init__(self, hidden: int, heads: int, scale: float) -> None:
+        super().__init__(hidden, heads)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float() * self.scale
 
 
 class LayerNorm(nn.Module):
@@ -79,17 +89,16 @@ class Indexer(nn.Module):
         self.wq_b = Linear(query_rank, heads * width)
         self.wk = Linear(hidden, width)
         self.k_norm = LayerNorm(width, 1e-6)
-        self.weights_proj = LogitsGate(hidden, heads)
+        # relu(a * s) is s * relu(a), so the scale of the scores can go into the weights.
+        self.weights_proj = LogitsGate(hidden, heads, heads**-0.5 * width**-0.5)
         self.register_buffer("key_cache", torch.zeros(pages, page_size, width), persistent=False)
 
     def forward(self, x: torch.Tensor, q_low: torch.Tensor, angles: Angles) -> torch.Tensor:
         """``x`` ``[rows, hidden]``, ``q_low`` ``[rows, query_rank]``; int32 ``[rows, most]``, see ``choose_tokens``."""
         query = self._rotated(self.wq_b(q_low).unflatten(-1, (self.heads, self.width)), angles)
         key = self._rotated(self.k_norm(self.wk(x))[:, None], angles)[:, 0]
-        # relu(a * s) is s * relu(a), so the scale of the scores can go into the weights.
-        weights = self.weights_proj(x).float() * (self.heads**-0.5 * self.width**-0.5)
         chosen = torch.empty(x.shape[0], self.most, dtype=torch.int32, device=x.device)
-        choose_tokens(query, key, weights, self.key_cache, chosen)
+        choose_tokens(query, key, self.weights_proj(x), self.key_cache, chosen)
         return chosen
 
     def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:

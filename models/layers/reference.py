@@ -26,7 +26,7 @@ def grouped_query_attention(
     ``window`` > 0: a token sees so many tokens, itself included. ``sinks`` ``[heads]``: a score for looking nowhere.
     """
     heads, groups = query.shape[1], key_cache.shape[2]
-    for request in batch.requests():
+    for request in batch.requests:
         keys, values = cache.read(key_cache, request), cache.read(value_cache, request)  # [context, groups, width]
         for rows, positions in _blocks(request, heads, query.device):
             q = query[rows].unflatten(1, (groups, heads // groups))
@@ -55,7 +55,7 @@ def mla_attention(
     rank]`` and ``[pages, page_size, rotary width]``, ``out`` like ``q_latent``. ``chosen``: int32 ``[tokens, most]``,
     the places in its request that each token looks at, -1 behind the last one; ``None`` for all before it.
     """
-    for request in batch.requests():
+    for request in batch.requests:
         latents, rotary = cache.read(latent_cache, request), cache.read(rotary_cache, request)
         for rows, positions in _blocks(request, q_latent.shape[1], q_latent.device):
             scores = torch.einsum("thr,sr->ths", q_latent[rows], latents)
@@ -76,7 +76,7 @@ def index_top_k(
     width]``. ``chosen`` int32 ``[tokens, most]`` gets places in the request, -1 behind the last one.
     """
     chosen.fill_(-1)
-    for request in batch.requests():
+    for request in batch.requests:
         keys = cache.read(key_cache, request).float()
         most = min(chosen.shape[1], request.context)
         for rows, positions in _blocks(request, query.shape[1], query.device):

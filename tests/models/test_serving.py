@@ -18,7 +18,8 @@ from bcg_compiler.models import serving, zoo  # noqa: E402
 from bcg_compiler.models.layers.checkpoint import places_of  # noqa: E402
 from bcg_compiler.models.layers.errors import ModelError  # noqa: E402
 
-SIZES = dict(pages=4, page_size=8)
+SIZES: dict[str, Any] = dict(pages=4, page_size=8)
+DSA: dict[str, Any] = dict(index_topk=4, index_n_heads=1, index_head_dim=8)
 
 
 @pytest.fixture(autouse=True)
@@ -119,12 +120,10 @@ def test_tensors_of_another_shape_or_type_are_all_listed(folder: Path) -> None:
         (dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "rope_type is 'longrope'"),
         (dict(mlp_layer_types=["dense"]), "has 2 layers and says of 1 what they are"),
         (dict(model_type="deepseek_v32"), "deepseek_v32 lacks the field 'index_n_heads'"),
-        (dict(model_type="glm_moe_dsa", index_topk=4, index_n_heads=1, index_head_dim=8, indexer_types=["shared"] * 2),
-         "indexer must be 'full'"),
-        (dict(model_type="deepseek_v32", index_topk=4, index_n_heads=1, index_head_dim=8, q_lora_rank=None),
-         "q_lora_rank must be given"),
+        (dict(DSA, model_type="glm_moe_dsa", indexer_types=["shared"] * 2), "indexer must be 'full'"),
+        (dict(DSA, model_type="deepseek_v32", q_lora_rank=None), "q_lora_rank must be given"),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_that_is_not_implemented_is_refused(folder: Path, fields: dict[str, Any], says: str) -> None:
     change(folder, **fields)
     with pytest.raises(ModelError, match=says):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import bcg_compiler as bcg
 from bcg_compiler.models.layers import attention, indexer, kernels, reference
 from bcg_compiler.models.layers.pages import PagePool
 
@@ -36,7 +37,7 @@ def test_paged_attention(window: int, with_sinks: bool, block: int, monkeypatch:
         rows = batch.tokens + 3  # three padded ones
         q, k, v = draw(rows, HEADS, WIDTH), draw(rows, GROUPS, WIDTH), draw(rows, GROUPS, WIDTH)
         out = torch.full((rows, HEADS, WIDTH), 7.0)
-        with batch.published():
+        with batch.published(), bcg.forward_context(live_rows=batch.tokens):
             attention.paged_attention(q, k, v, *caches, out, 0.3, window, sinks)
         assert (out[batch.tokens :] == 7).all()
         start = 0

@@ -16,7 +16,7 @@ def test_slots_follow_the_pages_of_each_request() -> None:
     assert batch.positions.tolist() == [3, 4, 5, 0, 1]
     assert batch.slots.tolist() == [23, 8, 9, 0, 1]  # page 5 holds slots 20 to 23, page 2 8 to 11
     assert (batch.tokens, batch.longest_context) == (5, 6)
-    first, second = batch.requests()
+    first, second = batch.requests
     assert (first.start, first.stop, first.context, first.slots.tolist()) == (0, 3, 6, [20, 21, 22, 23, 8, 9])
     assert (second.start, second.stop, second.context, second.slots.tolist()) == (3, 5, 2, [0, 1])
 
@@ -67,13 +67,17 @@ def test_a_body_sees_the_batch_of_its_call_only() -> None:
     with pytest.raises(bcg.BcgError, match="forward_context"):
         live_batch(rows)
     with batch.published():
-        assert live_batch(rows, cache) is batch
+        assert live_batch(rows[:3], cache) is batch
+        with bcg.forward_context(live_rows=3):
+            assert live_batch(rows, cache) is batch
         with pytest.raises(ModelError, match="has 3 tokens and the model is called with 2"):
             live_batch(rows[:2])
         with bcg.forward_context(live_rows=4), pytest.raises(ModelError, match=r"has 3 tokens .* called with 4"):
             live_batch(rows)
+        with pytest.raises(ModelError, match="has 3 tokens and the model is called with 5"):
+            live_batch(rows)
         with pytest.raises(ModelError, match="6 pages of 4 tokens, and the model's has 5 of 4"):
-            live_batch(rows, cache[:5])
+            live_batch(rows[:3], cache[:5])
 
 
 def test_admission_is_told_of_a_batch() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import bcg_compiler as bcg
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.moe import Experts, Routing
 from bcg_compiler.models.layers.pages import PagePool
@@ -36,7 +37,7 @@ def test_experts_are_what_a_loop_over_tokens_gives() -> None:
         torch.nn.init.normal_(parameter)
     x, weights = torch.randn(7, 8), torch.rand(7, 2)
     ids = torch.tensor([[0, 3], [3, 0], [0, 1], [1, 3], [3, 1], [2, 2], [9, 9]])  # the last one is padding: never read
-    with PagePool(1, 8).prefill({0: 6}).published():
+    with PagePool(1, 8).prefill({0: 6}).published(), bcg.forward_context(live_rows=6):
         found = experts(x, ids, weights)[:6]
     for row in range(6):
         wanted = torch.zeros(8)
