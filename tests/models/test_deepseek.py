@@ -40,9 +40,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _clean(clean: None) -> Iterator[None]:
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def anew(clean: None) -> None:
+    """Nothing that Dynamo has compiled before."""
     torch.compiler.reset()
-    yield
 
 
 def saved(name: str, folder: Path, **kwargs: Any) -> Any:
@@ -152,7 +158,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_equals_uncompiled_bit_for_bit(name: str) -> None:
+def test_compiled_equals_uncompiled_bit_for_bit(name: str, anew: None) -> None:
     plain, other, compiled = pair(name)
     pools = serving.page_pool(plain), serving.page_pool(other)
     for seed, requests in enumerate((*BATCHES, BATCHES[0], BATCHES[0])):
@@ -164,7 +170,7 @@ def test_compiled_equals_uncompiled_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_padded_rows_are_shown_never_to_reach_live_ones(name: str) -> None:
+def test_padded_rows_are_shown_never_to_reach_live_ones(name: str, anew: None) -> None:
     mark = ["logits_gate"] if BREAKS[name][0] == SPARSE else []
     plain, other, compiled = pair(name, ladder=[16, 32, 64], mark=mark)
     pools = serving.page_pool(plain), serving.page_pool(other)

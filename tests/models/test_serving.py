@@ -23,8 +23,9 @@ DSA: dict[str, Any] = dict(index_topk=4, index_n_heads=1, index_head_dim=8)
 
 
 @pytest.fixture(autouse=True)
-def _clean(clean: None) -> Iterator[None]:
-    yield
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture
