@@ -85,7 +85,8 @@ class Options:
     segment_compiler: Literal["auto", "eager", "inductor"] | Callable[..., Any] = "auto"
     """What compiles the units of segments. ``"eager"``: nobody, their operations run as they are and give eager's bits;
     ``"inductor"``; or a function of a graph, which returns a tuple, and of fakes of its inputs, that returns what is
-    called in its place. ``"auto"`` is ``"eager"`` so far."""
+    called in its place. ``"auto"`` is ``"inductor"`` on
+    CUDA where Triton is installed, and ``"eager"`` elsewhere."""
 
     min_segment_kernels: Literal["auto"] | int = "auto"
     """A segment with fewer kernels than this joins the break beside it; with ``"auto"`` one that costs more as a graph,

@@ -26,6 +26,7 @@ from torch import Tensor
 from bcg_compiler.plan.costs import Island, LaunchCosts
 
 FEW, MANY = 8, 72
+OPTIONS = {"min_segment_kernels": 1, "segment_compiler": "eager"}
 
 
 def host_us(run: Callable[[], object], wait: Callable[[], None]) -> float:
@@ -149,7 +150,7 @@ def segment_and_break_us(host: Callable[[Callable[[], object]], float]) -> float
             return (x * 1.01).sin()
 
         torch.compiler.reset()
-        compiled = torch.compile(run, backend="bcg", fullgraph=True, options={"min_segment_kernels": 1})
+        compiled = torch.compile(run, backend="bcg", fullgraph=True, options=OPTIONS)
         for _ in range(3):
             compiled(x)
         return lambda: compiled(x)

@@ -8,7 +8,8 @@ written, in which order breaks run, and errors.
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -56,29 +57,41 @@ def _guards_that_last() -> Iterator[None]:
 @pytest.fixture
 def inductor_segments() -> Iterator[None]:
     """Segments are compiled by Inductor where a test does not say by what, and ``torch.equal`` means close."""
-    from dataclasses import replace
-
     import torch
 
-    from bcg_compiler import backend
-
-    unit_compiler = backend.unit_compiler
-
-    def by_inductor(options: backend.Options) -> backend.UnitCompiler | None:
-        auto = options.segment_compiler == "auto"
-        return unit_compiler(replace(options, segment_compiler="inductor") if auto else options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "unit_compiler", by_inductor)
+    with _auto_means("inductor") as patch:
         patch.setattr(torch, "equal", _close)
         yield
 
 
 @pytest.fixture(autouse=True)
-def _segments(request: pytest.FixtureRequest) -> None:
-    """Compile segments as ``--segments`` says."""
+def _segments(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile segments as ``--segments`` says, on every device."""
     if request.config.getoption("segments") == "inductor":
         request.getfixturevalue("inductor_segments")
+        yield
+    elif "torch" in sys.modules:
+        with _auto_means("eager"):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _auto_means(compiler: str) -> Iterator[pytest.MonkeyPatch]:
+    from dataclasses import replace
+
+    from bcg_compiler import backend
+
+    choose = backend.segment_compiler
+
+    def chosen(options: backend.Options, *, on_cuda: bool) -> Any:
+        auto = options.segment_compiler == "auto"
+        return choose(replace(options, segment_compiler=compiler) if auto else options, on_cuda=on_cuda)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "segment_compiler", chosen)
+        yield patch
 
 
 #: How far apart numbers may be, by the bits of their dtype, as a part of the largest one beside them.

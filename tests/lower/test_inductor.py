@@ -15,7 +15,10 @@ from torch._inductor.exc import InductorError, TritonMissing
 from torch._inductor.lowering import lowerings
 
 import bcg_compiler as bcg
+from bcg_compiler import backend
+from bcg_compiler.backend import segment_compiler as choose_compiler
 from bcg_compiler.compat import inductor
+from bcg_compiler.options import Options
 
 OPTIONS: dict[str, Any] = {"capture": "emulated", "min_segment_kernels": 1, "segment_compiler": "inductor"}
 
@@ -193,3 +196,23 @@ def test_what_to_install_for_a_gpu_is_named(
     assert bcg.stats(compiled).eager_units == {"no_compiler": 2}
     said = [record.getMessage() for record in caplog.records if record.name == "bcg_compiler"]
     assert len(said) == 1 and remedy in said[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cuda", "triton", "chosen"),
+    [
+        ({}, True, True, "inductor"),
+        ({}, True, False, "eager"),
+        ({}, False, True, "eager"),
+        ({"capture": "emulated"}, True, True, "eager"),
+        ({"capture": "off", "segment_compiler": "inductor"}, True, True, "eager"),
+        ({"segment_compiler": "eager"}, True, True, "eager"),
+        ({"segment_compiler": "inductor"}, False, False, "inductor"),
+    ],
+)
+def test_inductor_is_the_default_where_it_wins(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], on_cuda: bool, triton: bool, chosen: str
+) -> None:
+    """On CUDA with Triton; who asks for something gets it."""
+    monkeypatch.setattr(backend, "find_spec", lambda name: name if triton else None)
+    assert choose_compiler(Options.parse(asked), on_cuda=on_cuda) == chosen
