@@ -26,7 +26,7 @@ from torch import Tensor
 from bcg_compiler.plan.costs import Island, LaunchCosts
 
 FEW, MANY = 8, 72
-OPTIONS = {"min_segment_kernels": 1, "segment_compiler": "eager"}
+OPTIONS: dict[str, Any] = {"min_segment_kernels": 1, "segment_compiler": "eager"}
 
 
 def host_us(run: Callable[[], object], wait: Callable[[], None]) -> float:

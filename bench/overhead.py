@@ -44,7 +44,7 @@ def measure(breaks: int) -> dict[str, float]:
     torch.compiler.reset()
     x = torch.randn(16, 16, device="cuda")
     started = time.perf_counter()
-    options = {"min_segment_kernels": 1, "segment_compiler": "eager"}
+    options: dict[str, Any] = {"min_segment_kernels": 1, "segment_compiler": "eager"}
     compiled = torch.compile(chain(breaks), backend="bcg", fullgraph=True, options=options)
     for _ in range(3):
         compiled(x)

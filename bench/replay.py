@@ -271,9 +271,9 @@ def main() -> None:
     print(f"| variant | {heads} | first calls s | difference | reserved beyond the weights MiB |")
     print("|---" * (len(args.rows) + 4) + "|")
     for name, by_rows in found.items():
-        walls = " | ".join(f"{by_rows[str(rows)]['wall_us']:.0f}" for rows in args.rows)
+        columns = " | ".join(f"{by_rows[str(rows)]['wall_us']:.0f}" for rows in args.rows)
         one = by_rows[str(args.rows[0])]
-        print(f"| {name} | {walls} | {one['first_calls_s']:.1f} | {one['difference']:.3g} | {_mib(taken.get(name))} |")
+        print(f"| {name} | {columns} | {one['first_calls_s']:.1f} | {one['difference']:.3g} | {_mib(taken.get(name))} |")
 
 
 if __name__ == "__main__":
