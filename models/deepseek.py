@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from bcg_compiler.models.layers.basic import GatedMLP, Linear, RMSNorm
+from bcg_compiler.models.layers.basic import Embedding, GatedMLP, Linear, RMSNorm
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.indexer import Indexer
 from bcg_compiler.models.layers.mla import LatentAttention
@@ -193,17 +192,6 @@ class DecoderLayer(nn.Module):
         attended, chosen = self.self_attn(self.input_layernorm(x), angles, chosen)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), chosen
-
-
-class Embedding(nn.Module):
-    """A row of ``weight`` ``[vocab, hidden]`` for each id."""
-
-    def __init__(self, vocab: int, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, hidden), requires_grad=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
 
 
 class Decoder(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bcg_compiler.models.deepseek import Deepseek
+from bcg_compiler.models.gpt_oss import GptOss
 from bcg_compiler.models.layers.checkpoint import load_weights
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.pages import PagePool
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "deepseek_v3": Deepseek,
     "deepseek_v32": Deepseek,
     "glm_moe_dsa": Deepseek,
+    "gpt_oss": GptOss,
 }
 
 

@@ -9,7 +9,7 @@
 ``mla``               multi-head latent attention in absorbed form, with or without an indexer
 ``moe``               router, routed experts (one break), shared experts
 ``rotary``            rotary positions, YaRN included
-``basic``             linear, norm, gated MLP
+``basic``             embedding, linear, norm, gated MLP
 ``kernels``           which implementation of an operation is in use, by name
 ``reference``         those in plain torch
 ``checkpoint``        weights of a Hugging Face folder into a model

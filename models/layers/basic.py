@@ -1,8 +1,19 @@
-"""Linear, RMS norm, and the gated MLP. Weights are left empty: a checkpoint or ``serving.build`` fills them."""
+"""Embedding, linear, RMS norm, and the gated MLP. Weights are left empty: a checkpoint or ``serving.build`` fills them."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+class Embedding(nn.Module):
+    """A row of ``weight`` ``[vocab, hidden]`` for each id."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
 
 
 class Linear(nn.Module):

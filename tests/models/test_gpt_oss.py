@@ -1,0 +1,170 @@
+"""The serving model of GPT-OSS: logits are those of transformers' own model, compiled or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bcg_compiler as bcg
+
+pytest.importorskip("transformers")
+
+from bcg_compiler.models import serving, zoo
+from bcg_compiler.models.layers.errors import ModelError
+
+LAYERS = 3  # a window, none, a window
+
+#: Fields that differ from those of the zoo: its rotary embedding is YaRN, in the form that GPT-OSS has it.
+MODELS: dict[str, dict[str, Any]] = {
+    "windows of 16, YaRN": {},
+    "windows of 5, plain rotary": dict(sliding_window=5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "clamps that bite": dict(swiglu_limit=0.25, swiglu_alpha=1.3, tie_word_embeddings=True),
+    "layers of another order": dict(layer_types=["full_attention", "full_attention", "sliding_attention"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean: None) -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+
+
+def saved(name: str, folder: Path, **kwargs: Any) -> Any:
+    """A model of transformers' own, saved to a folder. Biases and sinks are drawn too: they would begin near 0."""
+    model: Any = zoo.build("gpt_oss", layers=LAYERS, config=MODELS[name]).model
+    for key, parameter in model.named_parameters():
+        if key.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(parameter, 0, 0.5)
+    model.save_pretrained(folder, **kwargs)
+    return model
+
+
+def tokens(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 256, (length,), generator=generator) for length in lengths]
+
+
+def expected(model: Any, prompts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts])
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_several_requests_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path)
+    ours = serving.load(tmp_path, pages=16, page_size=8)
+    prompts = tokens((33, 1, 20))
+    batch = serving.page_pool(ours).prefill(dict(enumerate(map(len, prompts))))
+    with batch.published():
+        assert_close(ours(torch.cat(prompts), batch.positions), expected(theirs, prompts))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_with_a_prefix_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours = serving.load(tmp_path, pages=16, page_size=8)
+    pool = serving.page_pool(ours)
+    prompts = tokens((40, 30))
+    found: list[list[torch.Tensor]] = [[], []]
+    at = [0, 0]
+    # Chunks begin and end within pages and windows; the second request comes later; the last one is a decoding step.
+    for chunk in ({0: 13}, {0: 20, 1: 10}, {1: 20}, {0: 6}, {0: 1}):
+        batch = pool.prefill(chunk)
+        ids = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in chunk.items()])
+        with batch.published():
+            logits = ours(ids, batch.positions).split(list(chunk.values()))
+        for (i, new), part in zip(chunk.items(), logits, strict=True):
+            found[i].append(part)
+            at[i] += new
+    assert_close(torch.cat([*found[0], *found[1]]), expected(theirs, prompts))
+
+
+#: A batch of each, in turn: new requests, longer prefixes, other lengths, within a window and beyond.
+BATCHES = ({0: 9, 1: 5}, {0: 20, 2: 12}, {1: 3, 2: 1, 3: 24}, {3: 20, 4: 9}, {0: 1, 1: 1, 2: 1})
+
+
+def call(model: Any, pool: Any, requests: dict[int, int], seed: int, rows: int | None = None) -> torch.Tensor:
+    """Logits of the live rows of one batch; ``rows`` > its tokens: called as a runner calls it in a bucket."""
+    batch = pool.prefill(requests)
+    (ids,) = tokens((rows or batch.tokens,), seed)
+    positions = batch.positions.new_zeros(len(ids))
+    positions[: batch.tokens] = batch.positions
+    torch._dynamo.mark_dynamic(ids, 0)
+    torch._dynamo.mark_dynamic(positions, 0)
+    with batch.published():
+        if rows is None:
+            return model(ids, positions)
+        with bcg.forward_context(live_rows=batch.tokens):
+            ids[batch.tokens :] = 0
+            return model(ids, positions)[: batch.tokens]
+
+
+def pair(**options: Any) -> tuple[Any, Any, Any]:
+    """Two models of one seed, and the second one compiled."""
+    config: Any = zoo.build("gpt_oss", layers=LAYERS, device="meta").model.config
+    fields = config.to_dict()
+    plain, other = (serving.build(fields, pages=24, page_size=8, seed=1) for _ in range(2))
+    return plain, other, torch.compile(other, backend="bcg", fullgraph=True, options={"capture": "emulated", **options})
+
+
+def test_compiled_equals_uncompiled_bit_for_bit() -> None:
+    plain, other, compiled = pair()
+    pools = serving.page_pool(plain), serving.page_pool(other)
+    for seed, requests in enumerate((*BATCHES, BATCHES[0], BATCHES[0])):
+        assert torch.equal(call(compiled, pools[1], requests, seed), call(plain, pools[0], requests, seed))
+    for (key, buffer), wanted in zip(other.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, wanted), key
+    stats = bcg.stats(compiled)
+    assert (stats.graphs, stats.replays > 0, stats.recaptures) == (1, True, 0)
+    assert stats.reasons == {"attention": LAYERS, "a2a_moe": LAYERS}
+    assert (stats.segments, stats.breaks) == (2 * LAYERS + 1, 2 * LAYERS)
+
+
+def test_padded_rows_are_shown_never_to_reach_live_ones() -> None:
+    plain, other, compiled = pair(ladder=[16, 32, 64])
+    pools = serving.page_pool(plain), serving.page_pool(other)
+    # The first call warms up, with its own rows. Matrix products of other sizes may add up in another order.
+    for seed, (requests, bucket) in enumerate(zip(BATCHES, (None, 32, 32, 32, 16), strict=True)):
+        found = call(compiled, pools[1], requests, seed)
+        assert torch.equal(found, call(plain, pools[0], requests, seed, rows=bucket))
+    (program,) = bcg.programs_of(compiled)
+    assert program.plan is not None
+    (rows,) = program.plan.rows
+    assert rows.kind == "row_wise" and not program.plan.unpadded
+    assert bcg.stats(compiled).eager_runs == {"warm_up": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (dict(num_experts_per_tok=9), "goes to 9 experts and there are 8"),
+        (dict(num_key_value_heads=3), "4 query heads cannot share 3 key heads"),
+        (dict(quantization_config={"quant_method": "mxfp4"}), "is quantised .* dequantise it"),
+        (dict(model_type="gpt_os"), "did you mean gpt_oss"),
+    ],
+)
+def test_a_configuration_that_is_not_implemented_is_refused(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+    saved("windows of 16, YaRN", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ModelError, match=says):
+        serving.load(tmp_path, pages=4, page_size=8)
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    saved("windows of 16, YaRN", tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["num_local_experts"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="gpt_oss lacks the field 'num_local_experts'"):
+        serving.load(tmp_path, pages=4, page_size=8)
