@@ -34,17 +34,11 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
     assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in RULES)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "admission",
-        "units",
-        "aot",
-        "hoisting",
-        "serving-models",
-        *(f"passes/{p.stem}" for p in sorted((ROOT / "docs/passes").glob("*.md"))),
-    ],
-)
+PAGES = ("admission", "units", "aot", "hoisting", "serving-models", "paged-transformers")
+PASSES = [f"passes/{page.stem}" for page in sorted((ROOT / "docs/passes").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *PASSES])
 def test_examples_print_what_they_say(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for example in re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL):
         exec(example, {})

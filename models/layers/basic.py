@@ -1,4 +1,4 @@
-"""Embedding, linear, RMS norm, and the gated MLP. Weights are left empty: a checkpoint or ``serving.build`` fills them."""
+"""Embedding, linear, RMS norm and gated MLP. Weights are left empty: a checkpoint or ``serving.build`` fills them."""
 
 import torch
 import torch.nn.functional as F

@@ -1,0 +1,187 @@
+"""Any causal language model of transformers over a paged cache: logits are its own, request by request."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bcg_compiler as bcg
+
+pytest.importorskip("transformers")
+
+from bcg_compiler.models import hf, serving, zoo
+from bcg_compiler.models.layers.errors import ModelError
+
+#: MLA that is not absorbed, windows, sinks, norms of queries and keys, experts of several kinds.
+MODELS = [
+    "deepseek_v3",
+    "gemma3",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "longcat_flash",
+    "minimax_m2",
+    "mixtral",
+    "qwen3",
+    "qwen3_moe",
+]
+
+#: What cannot be served, and what is said of it.
+REFUSED = {
+    "bert": r"encoder.layer.0.attention.self: its attention is not causal",
+    "deepseek_v32": r"does not go through with attention and masks of ours",
+    "llama4": r"model.layers.0.self_attn: a token sees others than those before it",
+    "mamba2": r"has 2 layers, of which 0 attend",
+    "qwen3_next": r"has 2 layers, of which 1 attend",
+    "t5": r"T5Model is no causal language model",
+    "vit": r"ViTModel does not go through",
+    "whisper": r"WhisperModel is no causal language model",
+}
+
+
+def _nightly(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.nightly)
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean: None) -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+
+
+def tokens(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 256, (length,), generator=generator) for length in lengths]
+
+
+def model_of(name: str, **config: Any) -> Any:
+    return zoo.build(name, layers=2, config=config or None).model
+
+
+def expected(model: Any, prompts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts])
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_several_requests_are_those_of_the_model_itself(name: str) -> None:
+    model, prompts = model_of(name), tokens((33, 1, 20))
+    wanted = expected(model, prompts)
+    served = hf.paged(model, pages=16, page_size=8)
+    batch = serving.page_pool(served).prefill(dict(enumerate(map(len, prompts))))
+    with batch.published():
+        assert_close(served(torch.cat(prompts), batch.positions), wanted)
+
+
+SHORT = ("deepseek_v3", "gpt_oss", "llama", "mixtral")
+
+
+@pytest.mark.parametrize("name", [name if name in SHORT else _nightly(name) for name in MODELS])
+def test_chunks_with_a_prefix_give_the_logits_of_the_whole(name: str) -> None:
+    model, prompts = model_of(name), tokens((40, 30))
+    wanted = expected(model, prompts)
+    served = hf.paged(model, pages=16, page_size=8)
+    pool = serving.page_pool(served)
+    found: list[list[torch.Tensor]] = [[], []]
+    at = [0, 0]
+    for chunk in ({0: 13}, {0: 20, 1: 10}, {1: 20}, {0: 6}, {0: 1}):
+        batch = pool.prefill(chunk)
+        ids = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in chunk.items()])
+        with batch.published():
+            logits = served(ids, batch.positions).split(list(chunk.values()))
+        for (i, new), part in zip(chunk.items(), logits, strict=True):
+            found[i].append(part)
+            at[i] += new
+    assert_close(torch.cat([*found[0], *found[1]]), wanted)
+
+
+BATCHES = ({0: 9, 1: 5}, {0: 20, 2: 12}, {1: 3, 2: 1, 3: 24}, {3: 20, 4: 9}, {0: 9, 1: 5}, {0: 7, 1: 7})
+
+
+def call(model: Any, pool: Any, requests: dict[int, int], seed: int) -> torch.Tensor:
+    batch = pool.prefill(requests)
+    (ids,) = tokens((batch.tokens,), seed)
+    positions = batch.positions.clone()
+    torch._dynamo.mark_dynamic(ids, 0)
+    torch._dynamo.mark_dynamic(positions, 0)
+    with batch.published():
+        return model(ids, positions)
+
+
+@pytest.mark.parametrize("name", ["llama", *map(_nightly, ("gpt_oss", "mixtral", "qwen3"))])
+def test_compiled_equals_uncompiled_bit_for_bit(name: str) -> None:
+    plain = hf.paged(model_of(name), pages=24, page_size=8)
+    other = hf.paged(model_of(name), pages=24, page_size=8)
+    compiled = torch.compile(other, backend="bcg", fullgraph=True, options={"capture": "emulated"})
+    pools = serving.page_pool(plain), serving.page_pool(other)
+    for seed, requests in enumerate(BATCHES):
+        assert torch.equal(call(compiled, pools[1], requests, seed), call(plain, pools[0], requests, seed))
+    for (key, buffer), wanted in zip(other.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, wanted), key
+    stats = bcg.stats(compiled)
+    assert (stats.graphs, stats.replays > 0, stats.recaptures, stats.reasons["attention"]) == (1, True, 0, 2)
+
+
+def test_a_model_of_dense_layers_has_one_break_a_layer_and_is_padded() -> None:
+    model = model_of("llama")
+    prompts = {requests: tokens((requests,), requests)[0] for requests in (11, 30, 16, 25)}
+    wanted = {rows: expected(model, [ids]) for rows, ids in prompts.items()}
+    served = hf.paged(model, pages=24, page_size=8)
+    compiled = torch.compile(served, backend="bcg", fullgraph=True, options={"capture": "emulated", "ladder": [16, 32]})
+    pool = serving.page_pool(served)
+    for rows, ids in prompts.items():
+        batch = pool.prefill({rows: rows})
+        torch._dynamo.mark_dynamic(ids, 0)
+        torch._dynamo.mark_dynamic(batch.positions, 0)
+        with batch.published():
+            assert_close(compiled(ids, batch.positions), wanted[rows])
+    stats = bcg.stats(compiled)
+    assert (stats.segments, stats.breaks, stats.reasons) == (3, 2, {"attention": 2})
+    assert (stats.eager_runs, stats.captures) == ({"warm_up": 1}, 2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_mixes_tokens_otherwise_is_refused_and_left_as_it_was(name: str) -> None:
+    model = model_of(name)
+    before = model.config._attn_implementation, [key for key, _ in model.named_buffers()]
+    with pytest.raises(ModelError, match=REFUSED[name]):
+        hf.paged(model, pages=4, page_size=8)
+    assert (model.config._attn_implementation, [key for key, _ in model.named_buffers()]) == before
+
+
+def test_what_attention_is_given_and_not_known_is_refused() -> None:
+    """A score that is capped, say, as Gemma 2 has it: the result would be another one."""
+    model = model_of("llama")
+    attention = model.model.layers[1].self_attn
+    inner = attention.forward
+    attention.forward = lambda *args, **kwargs: inner(*args, softcap=30.0, **kwargs)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn: its attention is given softcap"):
+        hf.paged(model, pages=4, page_size=8)
+
+
+@pytest.mark.parametrize(("given", "window"), [(5, 6), (0, 5), (16, 0)])
+def test_a_window_that_is_not_the_one_of_the_mask_is_refused(given: int, window: int) -> None:
+    def sees(_: int, __: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & ((key > query - window) if window else torch.tensor(True))
+
+    assert hf._sees_as_expected(sees, window)
+    assert not hf._sees_as_expected(sees, given)
+
+
+def test_a_folder_is_loaded(tmp_path: Path) -> None:
+    model, prompts = model_of("qwen3"), tokens((9, 4))
+    model.save_pretrained(tmp_path)
+    served = hf.load(tmp_path, pages=4, page_size=8)
+    batch = serving.page_pool(served).prefill({0: 9, 1: 4})
+    with batch.published():
+        assert_close(served(torch.cat(prompts), batch.positions), expected(copy.deepcopy(model), prompts))
+    with pytest.raises(ModelError, match="pages=0"):
+        hf.load(tmp_path, pages=0)
