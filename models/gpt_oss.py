@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,14 @@ class GptOssConfig:
             )
         try:
             layers, width = fields["num_hidden_layers"], fields["head_dim"]
-            kinds = fields.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2 + 1)
+            kinds = fields.get("layer_types") or (["sliding_attention", "full_attention"] * layers)[:layers]
             return cls(
                 vocab=fields["vocab_size"],
                 hidden=fields["hidden_size"],
                 heads=fields["num_attention_heads"],
                 key_heads=fields["num_key_value_heads"],
                 head_width=width,
-                windows=tuple(fields["sliding_window"] if k == "sliding_attention" else 0 for k in kinds[:layers]),
+                windows=_windows(kinds, layers, fields["sliding_window"]),
                 attention_bias=bool(fields.get("attention_bias", True)),
                 rotary=RotaryConfig.of(fields, width),
                 eps=fields["rms_norm_eps"],
@@ -81,6 +81,15 @@ class GptOssConfig:
             raise ModelError(f"Each token goes to {self.chosen} experts and there are {self.experts}.")
         if self.heads % self.key_heads:
             raise ModelError(f"{self.heads} query heads cannot share {self.key_heads} key heads equally.")
+
+
+def _windows(kinds: Sequence[str], layers: int, window: int) -> tuple[int, ...]:
+    of_kind = {"sliding_attention": window, "full_attention": 0}
+    if len(kinds) != layers:
+        raise ModelError(f"The configuration has {layers} layers and says of {len(kinds)} what they are (layer_types).")
+    if unknown := set(kinds) - set(of_kind):
+        raise ModelError(f"layer_types has {min(unknown)!r}; implemented: {', '.join(map(repr, of_kind))}.")
+    return tuple(of_kind[kind] for kind in kinds)
 
 
 class Attention(nn.Module):

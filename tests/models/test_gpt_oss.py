@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,26 +57,20 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_several_requests_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs = saved(name, tmp_path)
-    ours = serving.load(tmp_path, pages=16, page_size=8)
-    prompts = tokens((33, 1, 20))
-    batch = serving.page_pool(ours).prefill(dict(enumerate(map(len, prompts))))
-    with batch.published():
-        assert_close(ours(torch.cat(prompts), batch.positions), expected(theirs, prompts))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_chunks_with_a_prefix_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
+def test_logits_of_several_requests_and_of_chunks_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    ours = serving.load(tmp_path, pages=16, page_size=8)
+    ours = serving.load(tmp_path, pages=24, page_size=8)
     pool = serving.page_pool(ours)
-    prompts = tokens((40, 30))
-    found: list[list[torch.Tensor]] = [[], []]
-    at = [0, 0]
-    # Chunks begin and end within pages and windows; the second request comes later; the last one is a decoding step.
-    for chunk in ({0: 13}, {0: 20, 1: 10}, {1: 20}, {0: 6}, {0: 1}):
+    prompts = tokens((40, 30, 1))
+    wanted = expected(theirs, prompts)
+    batch = pool.prefill({f"whole {i}": len(prompt) for i, prompt in enumerate(prompts)})
+    with batch.published():
+        assert_close(ours(torch.cat(prompts), batch.positions), wanted)
+    found: list[list[torch.Tensor]] = [[], [], []]
+    at = [0, 0, 0]
+    # Chunks begin and end within pages and windows; other requests come later; the last one is a decoding step.
+    for chunk in ({0: 13}, {0: 20, 1: 10}, {1: 20, 2: 1}, {0: 6}, {0: 1}):
         batch = pool.prefill(chunk)
         ids = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in chunk.items()])
         with batch.published():
@@ -85,7 +78,7 @@ def test_chunks_with_a_prefix_give_the_logits_of_the_whole(name: str, tmp_path: 
         for (i, new), part in zip(chunk.items(), logits, strict=True):
             found[i].append(part)
             at[i] += new
-    assert_close(torch.cat([*found[0], *found[1]]), expected(theirs, prompts))
+    assert_close(torch.cat([part for parts in found for part in parts]), wanted)
 
 
 #: A batch of each, in turn: new requests, longer prefixes, other lengths, within a window and beyond.
@@ -110,9 +103,7 @@ def call(model: Any, pool: Any, requests: dict[int, int], seed: int, rows: int |
 
 def pair(**options: Any) -> tuple[Any, Any, Any]:
     """Two models of one seed, and the second one compiled."""
-    config: Any = zoo.build("gpt_oss", layers=LAYERS, device="meta").model.config
-    fields = config.to_dict()
-    plain, other = (serving.build(fields, pages=24, page_size=8, seed=1) for _ in range(2))
+    plain, other = (serving.build(fields_of_zoo(), pages=24, page_size=8, seed=1) for _ in range(2))
     return plain, other, torch.compile(other, backend="bcg", fullgraph=True, options={"capture": "emulated", **options})
 
 
@@ -143,28 +134,24 @@ def test_padded_rows_are_shown_never_to_reach_live_ones() -> None:
     assert bcg.stats(compiled).eager_runs == {"warm_up": 1}
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        (dict(num_experts_per_tok=9), "goes to 9 experts and there are 8"),
-        (dict(num_key_value_heads=3), "4 query heads cannot share 3 key heads"),
-        (dict(quantization_config={"quant_method": "mxfp4"}), "is quantised .* dequantise it"),
-        (dict(model_type="gpt_os"), "did you mean gpt_oss"),
-    ],
-)
-def test_a_configuration_that_is_not_implemented_is_refused(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
-    saved("windows of 16, YaRN", tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    with pytest.raises(ModelError, match=says):
-        serving.load(tmp_path, pages=4, page_size=8)
+def fields_of_zoo(**changed: Any) -> dict[str, Any]:
+    config: Any = zoo.build("gpt_oss", layers=LAYERS, device="meta").model.config
+    return config.to_dict() | changed
 
 
-def test_a_missing_field_is_named(tmp_path: Path) -> None:
-    saved("windows of 16, YaRN", tmp_path)
-    path = tmp_path / "config.json"
-    fields = json.loads(path.read_text())
-    del fields["num_local_experts"]
-    path.write_text(json.dumps(fields))
+def test_a_configuration_that_is_not_implemented_is_refused() -> None:
+    refused: dict[str, dict[str, Any]] = {
+        "goes to 9 experts and there are 8": dict(num_experts_per_tok=9),
+        "4 query heads cannot share 3 key heads": dict(num_key_value_heads=3),
+        "is quantised .* dequantise it": dict(quantization_config={"quant_method": "mxfp4"}),
+        "did you mean gpt_oss": dict(model_type="gpt_os"),
+        "says of 2 what they are": dict(layer_types=["full_attention"] * 2),
+        "layer_types has 'chunked_attention'": dict(layer_types=["chunked_attention"] * LAYERS),
+    }
+    for says, changed in refused.items():
+        with pytest.raises(ModelError, match=says):
+            serving.empty(fields_of_zoo(**changed), pages=4, device="meta")
+    incomplete = fields_of_zoo()
+    del incomplete["num_local_experts"]
     with pytest.raises(ModelError, match="gpt_oss lacks the field 'num_local_experts'"):
-        serving.load(tmp_path, pages=4, page_size=8)
+        serving.empty(incomplete, pages=4, device="meta")
