@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
+from bcg_compiler.debug.hoisted import about_hoisted
 from bcg_compiler.debug.padded import about_padding, ladder_use, unpadded_view
 from bcg_compiler.debug.reasons import meaning, meaning_of_eager_run, remedies
 from bcg_compiler.debug.run import Ran, RunReport
@@ -140,7 +141,8 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
             parts.append(title)
             about = ([f"inputs: {plan_inputs(plan)}"] if plan else []) + list(runs[number : number + 1])
             parts.append(indented(2, Text("; ".join(about), style="dim")))
-            parts += [indented(2, Text(line, style="dim")) for line in (about_padding(plan) if plan else ())]
+            lines = (*about_hoisted(plan), *about_padding(plan)) if plan else ()
+            parts += [indented(2, Text(line, style="dim")) for line in lines]
         last = plans[numbers[-1]]
         if last is None or not last.steps:
             parts.append(Text())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bcg_compiler as bcg
+from bcg_compiler.debug.hoisted import about_hoisted
 from bcg_compiler.errors import BreakArgumentError
 from bcg_compiler.plan import plan_text
 
@@ -222,6 +223,9 @@ def test_the_plan_lists_what_is_hoisted_and_where_it_is_used() -> None:
     assert [node.op for node in hoisted.nodes] == [f"{__name__}.attend"] * LAYERS
     assert all(n.source is not None and n.source.code.strip() == "self.attention(h, out)" for n in hoisted.nodes)
     assert f"first {__name__}.plan_attention() for {LAYERS} ops" in plan_text(model.plan)
+    (said,) = about_hoisted(model.plan)
+    assert said.startswith(f"first: {__name__}.plan_attention(), for {LAYERS} operations (")
+    assert said.endswith(f":{hoisted.nodes[0].source.line})")  # type: ignore[union-attr]
     (program,) = bcg.programs_of(model.compiled)
     assert isinstance(program, bcg.runtime.Program)
     (replay,) = program.replay_sources
@@ -334,6 +338,7 @@ def test_a_body_that_cannot_be_captured_stays_a_break_and_its_plan_is_hoisted(at
     assert len(model.plan.breaks) == LAYERS
     (hoisted,) = model.plan.hoisted
     assert hoisted.eager == tuple(node.ordinal for node in hoisted.nodes)
+    assert [line.endswith("; 3 breaks left") for line in about_hoisted(model.plan)] == [True]
 
 
 def plan_of_tensor(x: Tensor) -> None:
