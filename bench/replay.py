@@ -273,7 +273,9 @@ def main() -> None:
     for name, by_rows in found.items():
         columns = " | ".join(f"{by_rows[str(rows)]['wall_us']:.0f}" for rows in args.rows)
         one = by_rows[str(args.rows[0])]
-        print(f"| {name} | {columns} | {one['first_calls_s']:.1f} | {one['difference']:.3g} | {_mib(taken.get(name))} |")
+        print(
+            f"| {name} | {columns} | {one['first_calls_s']:.1f} | {one['difference']:.3g} | {_mib(taken.get(name))} |"
+        )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def measure(model: str, layers: int, tokens: int, device: str, aot: bool) -> dic
     made = zoo.build(model, layers=layers, device=device)
     generator = torch.Generator().manual_seed(0)
     calls = [made.make_inputs(tokens, generator) for _ in range(3)]
-    options = {"segment_compiler": "inductor", "capture": "auto"}
+    options: dict[str, Any] = {"segment_compiler": "inductor", "capture": "auto"}
     began = time.perf_counter()
     if aot:
         run: Any = bcg.aot_compile(made.model, kwargs=calls[0], options=options)
