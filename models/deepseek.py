@@ -11,9 +11,11 @@ from torch import nn
 
 from bcg_compiler.models.layers.basic import Embedding, GatedMLP, Linear, RMSNorm
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.flashinfer import LatentShape
 from bcg_compiler.models.layers.indexer import Indexer
 from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.moe import MoE, Routing
+from bcg_compiler.models.layers.planned import PlannedLatentAttention, planned_latent_attention
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig
 
 
@@ -50,6 +52,11 @@ class DeepseekConfig:
     index_width: int = 0
     index_most: int = 0
     index_interleaved: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Of attention scores."""
+        return (self.nope_width + self.rotary_width) ** -0.5 * self.rotary.score_factor
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> DeepseekConfig:
@@ -146,7 +153,9 @@ def _indexers(fields: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 class DecoderLayer(nn.Module):
     """Attention and an MLP or experts, each behind a norm and added to what goes in."""
 
-    def __init__(self, config: DeepseekConfig, layer: int, pages: int, page_size: int) -> None:
+    def __init__(
+        self, config: DeepseekConfig, layer: int, planned: PlannedLatentAttention | None, pages: int, page_size: int
+    ) -> None:
         super().__init__()
         indexer = None
         if config.indexers and config.indexers[layer]:
@@ -170,10 +179,11 @@ class DecoderLayer(nn.Module):
             nope_width=config.nope_width,
             rotary_width=config.rotary_width,
             value_width=config.value_width,
-            scale=(config.nope_width + config.rotary_width) ** -0.5 * config.rotary.score_factor,
+            scale=config.scale,
             interleaved=config.interleaved,
             bias=config.attention_bias,
             indexer=indexer,
+            planned=planned,
             pages=pages,
             page_size=page_size,
         )
@@ -200,7 +210,22 @@ class Decoder(nn.Module):
     def __init__(self, config: DeepseekConfig, pages: int, page_size: int) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, pages, page_size) for i in range(config.layers))
+        planned = None
+        if not config.indexers:  # all layers attend alike: they share a plan
+            like = self.embed_tokens.weight
+            planned = planned_latent_attention(
+                LatentShape(
+                    config.heads,
+                    config.rank,
+                    config.rotary_width,
+                    config.scale,
+                    page_size,
+                    pages,
+                    like.dtype,
+                    like.device,
+                )
+            )
+        self.layers = nn.ModuleList(DecoderLayer(config, i, planned, pages, page_size) for i in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.rotary = Rotary(config.rotary)
 

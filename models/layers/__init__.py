@@ -12,6 +12,8 @@
 ``basic``             embedding, linear, norm, gated MLP
 ``kernels``           which implementation of an operation is in use, by name
 ``reference``         those in plain torch
+``flashinfer``        those of FlashInfer
+``planned``           attention whose plan runs once for all layers, and whose run is captured
 ``checkpoint``        weights of a Hugging Face folder into a model
 ====================  ==================================================================================
 """

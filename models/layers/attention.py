@@ -7,9 +7,8 @@ compiled model it stands in the segment before the break.
 import torch
 
 import bcg_compiler as bcg
-from bcg_compiler.models.layers import cache
+from bcg_compiler.models.layers import cache, kernels
 from bcg_compiler.models.layers.batch import live_batch
-from bcg_compiler.models.layers.kernels import kernel
 
 
 @bcg.eager_break(reason="attention", mutates_args=("key_cache", "value_cache", "out"), reads_live_rows=True)
@@ -34,8 +33,8 @@ def paged_attention(
     cache.write(key_cache, batch, key)
     cache.write(value_cache, batch, value)
     live = slice(batch.tokens)
-    run = kernel("grouped_query_attention", query.device).run
-    run(batch, query[live], key_cache, value_cache, out[live], scale, window, sinks)
+    args = batch, query[live], key_cache, value_cache, out[live], scale, window, sinks
+    kernels.run("grouped_query_attention", query.device, *args)
 
 
 @bcg.eager_break(reason="attention", mutates_args=("latent_cache", "rotary_cache", "out"), reads_live_rows=True)
@@ -90,5 +89,5 @@ def _mla(
     cache.write(rotary_cache, batch, k_rotary)
     live = slice(batch.tokens)
     chosen = None if chosen is None else chosen[live]
-    run = kernel("mla_attention", q_latent.device).run
-    run(batch, q_latent[live], q_rotary[live], latent_cache, rotary_cache, out[live], scale, chosen)
+    args = batch, q_latent[live], q_rotary[live], latent_cache, rotary_cache, out[live], scale, chosen
+    kernels.run("mla_attention", q_latent.device, *args)

@@ -135,6 +135,22 @@ class PrefillBatch:
             start += length
         return tuple(found)
 
+    def check_tokens(self, given: int) -> None:
+        """Raise ``ModelError`` if the batch is not of a call of so many tokens."""
+        if self.tokens != given:
+            raise ModelError(
+                f"The published batch has {self.tokens} tokens and the model is called with {given}: publish the batch "
+                f"of this call, with batch.published(): model(...)."
+            )
+
+    def check_cache(self, pages: int, page_size: int) -> None:
+        """Raise ``ModelError`` if the batch was made for another cache."""
+        if (self.pages, self.page_size) != (pages, page_size):
+            raise ModelError(
+                f"The published batch is for a cache of {self.pages} pages of {self.page_size} tokens, and the model's "
+                f"has {pages} of {page_size}."
+            )
+
     @contextmanager
     def published(self) -> Iterator[None]:
         """Publish the batch for the calls within: to break bodies as ``prefill``, to admission as ``batch``."""
@@ -152,15 +168,7 @@ def live_batch(rows: torch.Tensor, cache: torch.Tensor | None = None) -> Prefill
     """
     context = bcg.current_context()
     batch: PrefillBatch = context.prefill
-    given = context.live_rows if "live_rows" in context else rows.shape[0]
-    if batch.tokens != given:
-        raise ModelError(
-            f"The published batch has {batch.tokens} tokens and the model is called with {given}: publish the batch "
-            f"of this call, with batch.published(): model(...)."
-        )
-    if cache is not None and (batch.pages, batch.page_size) != tuple(cache.shape[:2]):
-        raise ModelError(
-            f"The published batch is for a cache of {batch.pages} pages of {batch.page_size} tokens, and the model's "
-            f"has {cache.shape[0]} of {cache.shape[1]}."
-        )
+    batch.check_tokens(context.live_rows if "live_rows" in context else rows.shape[0])
+    if cache is not None:
+        batch.check_cache(*cache.shape[:2])
     return batch

@@ -5,10 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import bcg_compiler as bcg
-from bcg_compiler.models.layers import cache, reference
+from bcg_compiler.models.layers import cache, kernels, reference
 from bcg_compiler.models.layers.basic import Linear
 from bcg_compiler.models.layers.batch import live_batch
-from bcg_compiler.models.layers.kernels import kernel
 from bcg_compiler.models.layers.rotary import Angles, rotate
 
 
@@ -30,7 +29,7 @@ def choose_tokens(
     if batch.longest_context <= chosen.shape[1]:
         reference.all_before(batch, chosen[live])
     else:
-        kernel("index_top_k", query.device).run(batch, query[live], weights[live], key_cache, chosen[live])
+        kernels.run("index_top_k", query.device, batch, query[live], weights[live], key_cache, chosen[live])
 
 
 class LogitsGate(Linear):

@@ -13,6 +13,7 @@ from bcg_compiler.models.layers.attention import mla_attention, sparse_mla_atten
 from bcg_compiler.models.layers.basic import Linear, RMSNorm
 from bcg_compiler.models.layers.checkpoint import Place
 from bcg_compiler.models.layers.indexer import Indexer
+from bcg_compiler.models.layers.planned import PlannedLatentAttention
 from bcg_compiler.models.layers.rotary import Angles, rotate
 
 #: Of the norms within attention, whatever the configuration says of those around it.
@@ -43,6 +44,7 @@ class LatentAttention(nn.Module):
         interleaved: bool,
         bias: bool,
         indexer: Indexer | None,
+        planned: PlannedLatentAttention | None,
         pages: int,
         page_size: int,
     ) -> None:
@@ -65,6 +67,7 @@ class LatentAttention(nn.Module):
         self.w_vc = nn.Parameter(torch.empty(heads, rank, value_width), requires_grad=False)
         self.o_proj = Linear(heads * value_width, hidden, bias)
         self.indexer = indexer
+        self.planned = planned
         self.register_buffer("latent_cache", torch.zeros(pages, page_size, rank), persistent=False)
         self.register_buffer("rotary_cache", torch.zeros(pages, page_size, rotary_width), persistent=False)
 
@@ -91,7 +94,9 @@ class LatentAttention(nn.Module):
             chosen = self.indexer(x, q_low, angles)
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
         caches = self.latent_cache, self.rotary_cache
-        if chosen is None:
+        if chosen is None and self.planned is not None:
+            self.planned.attend(q_latent, q_rotary, latent, k_rotary, *caches, out)
+        elif chosen is None:
             mla_attention(q_latent, q_rotary, latent, k_rotary, *caches, out, self.scale)
         else:
             sparse_mla_attention(q_latent, q_rotary, latent, k_rotary, *caches, chosen, out, self.scale)
