@@ -9,7 +9,8 @@ Note [What a captured run has taken from its plan]
     Only lists are read again. With ``use_cuda_graph`` the numbers of the grouped-query wrapper depend on the first plan
     alone, which is why that one must be for the most rows. Those of the MLA wrapper do not quite: it takes clusters of
     two blocks where a request has more than 64 rows of heads on average. ``LatentShape.least_rows`` keeps the average
-    on the side where it was at the first plan. ``Wrapper.plan`` compares the numbers, should a release choose otherwise.
+    on the side where it was at the first plan. ``Wrapper.plan`` compares the numbers: another release may choose
+    otherwise.
 """
 
 from __future__ import annotations
@@ -292,7 +293,8 @@ class Wrapper:
         self.shape = shape
         self.rows = rows
         self._room = shape.room(requests, rows) if rows else None
-        self.library = shape.wrapper(workspace, self._room)
+        with torch.inference_mode(False):  # what is made under it could not be written by a plan outside of it
+            self.library = shape.wrapper(workspace, self._room)
         self._copied = torch.cuda.Event() if shape.device.type == "cuda" else None
         self._held: list[int] | None = None
         if self._room is not None:

@@ -102,7 +102,8 @@ class Planner:
                 most = max(most, len(batch.lengths))
             most = min(most, rows)  # a request has at least one token
             wrapper = flashinfer.Wrapper(self.shape, self._scratch(), rows, most)
-            slots, written = torch.zeros(2, rows, dtype=torch.int64, device=self.shape.device)
+            with torch.inference_mode(False):  # as in Wrapper
+                slots, written = torch.zeros(2, rows, dtype=torch.int64, device=self.shape.device)
             self._captured[rows] = Prepared(wrapper, rows, slots, written, most, asked)
         return self._captured[rows]
 
@@ -126,7 +127,7 @@ class Planner:
         return self._workspace
 
     def ready(self, query: torch.Tensor) -> Prepared:
-        """What the last plan prepared. Raises ``ModelError`` if that is not for a run over ``query`` ``[rows, ...]``."""
+        """What the last plan prepared. Raises ``ModelError`` if it is not for a run over ``query`` ``[rows, ...]``."""
         if query.device != self.shape.device or query.dtype != self.shape.dtype:
             raise ModelError(
                 f"Attention is planned for {self.shape.dtype} on {self.shape.device} and called with {query.dtype} on "

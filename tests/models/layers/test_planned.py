@@ -167,6 +167,16 @@ def test_exact_shapes_are_captured_with_room_for_other_requests() -> None:
     assert (bcg.stats(program).breaks, bcg.stats(program).replays) == (0, 3)
 
 
+def test_what_is_planned_under_inference_mode_is_planned_again_outside_of_it() -> None:
+    program, reference = compiled(Paged()), Paged(plan=False)
+    every = list(batches(({0: 8}, {1: 8}, {2: 8}, {3: 8})))
+    for batch in every[:2]:
+        with torch.inference_mode():
+            call(program, batch, "paged")
+    for batch in every[2:]:
+        torch.testing.assert_close(call(program, batch, "paged"), call(reference, batch, "paged"))
+
+
 def test_more_requests_than_there_is_room_for_run_eagerly_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: tuple[dict[int, int], ...] = ({0: 8}, {1: 8}, {2: 3, 3: 3, 4: 2})
     limited = compiled(Paged(), ladder=[8], limits=bcg.Limits(max_requests=2))
