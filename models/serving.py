@@ -16,6 +16,7 @@ from bcg_compiler.models.deepseek import Deepseek
 from bcg_compiler.models.gpt_oss import GptOss
 from bcg_compiler.models.layers.checkpoint import load_weights
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.indexer import Indexer
 from bcg_compiler.models.layers.pages import PagePool
 
 #: ``model_type`` of a ``config.json`` → the model, made of its fields, ``pages`` and ``page_size``.
@@ -35,10 +36,13 @@ def empty(
     page_size: int = 64,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    fp8_index: bool = False,
 ) -> nn.Module:
     """A model of the configuration with weights that hold nothing: for "meta", or to be filled.
 
-    ``fields`` are those of a ``config.json``. Raises ``ModelError`` for a family that is not here, with the nearest.
+    ``fields`` are those of a ``config.json``. ``fp8_index``: the caches of indexers hold 8 bits a number, as those of
+    published models do; chosen tokens are then not quite those of transformers. Raises ``ModelError`` for a family that
+    is not here, with the nearest, and for ``fp8_index`` without an indexer.
     """
     family = str(fields.get("model_type"))
     if family not in FAMILIES:
@@ -51,9 +55,17 @@ def empty(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return FAMILIES[family](fields, pages=pages, page_size=page_size).eval()
+            model = FAMILIES[family](fields, pages=pages, page_size=page_size).eval()
     finally:
         torch.set_default_dtype(before)
+    indexers = [module for module in model.modules() if isinstance(module, Indexer)]
+    if fp8_index and not indexers:
+        raise ModelError(
+            f"fp8_index=True is for models with an indexer, and a {family} of this configuration has none."
+        )
+    for indexer in indexers if fp8_index else ():
+        indexer.pack_keys()
+    return model
 
 
 def build(fields: Mapping[str, Any], *, seed: int = 0, **kwargs: Any) -> nn.Module:
@@ -76,11 +88,12 @@ def load(
     page_size: int = 64,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    fp8_index: bool = False,
 ) -> nn.Module:
     """A model with the weights of a Hugging Face folder: ``config.json`` and safetensors, in one file or several.
 
-    ``dtype``: that of the configuration unless given. Raises ``ModelError`` if the family is not here, or the tensors
-    are not those of the configuration (see ``load_weights``).
+    ``dtype``: that of the configuration unless given; ``fp8_index`` as of ``empty``. Raises ``ModelError`` if the
+    family is not here, or the tensors are not those of the configuration (see ``load_weights``).
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -89,7 +102,7 @@ def load(
     fields = json.loads(path.read_text())
     if dtype is None:
         dtype = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    model = empty(fields, pages=pages, page_size=page_size, device=device, dtype=dtype)
+    model = empty(fields, pages=pages, page_size=page_size, device=device, dtype=dtype, fp8_index=fp8_index)
     # Layers behind the last one predict several tokens at once: they are a model of their own.
     count = fields["num_hidden_layers"]
     more = fields.get("num_nextn_predict_layers") or 0

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bcg_compiler as bcg
-from bcg_compiler.models.layers import cache, kernels, reference
+from bcg_compiler.models.layers import cache, fp8, kernels, reference
 from bcg_compiler.models.layers.basic import Linear
 from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.rotary import Angles, rotate
@@ -18,13 +18,14 @@ def choose_tokens(
     """Write the index keys, then choose for each live row the tokens with the highest index scores.
 
     ``query`` ``[rows, heads, width]``, ``key`` ``[rows, width]``, ``weights`` float32 ``[rows, heads]``, ``key_cache``
-    ``[pages, page_size, width]``. ``chosen`` int32 ``[rows, most]`` gets places in the request, -1 behind the last one.
+    ``[pages, page_size, width]``, or packed rows (``fp8``). ``chosen`` int32 ``[rows, most]`` gets places in the
+    request, -1 behind the last one.
 
     Where all contexts of the batch have at most ``most`` tokens, all are chosen and no score is computed. That is
     decided here, at each call: captured, it would be frozen.
     """
     batch = live_batch(query, key_cache)
-    cache.write(key_cache, batch, key)
+    cache.write(key_cache, batch, fp8.pack(key) if fp8.is_packed(key_cache) else key)
     live = slice(batch.tokens)
     if batch.longest_context <= chosen.shape[1]:
         reference.all_before(batch, chosen[live])
@@ -62,8 +63,9 @@ class LayerNorm(nn.Module):
 class Indexer(nn.Module):
     """Chooses the ``most`` tokens that each token of a layer attends to.
 
-    Scores are computed in float32. The published model rotates queries and keys by a Hadamard matrix and quantises
-    them to 8 bits for speed; without the second the first changes nothing, and both are left out.
+    Scores are computed in float32, or of queries and keys of 8 bits after ``pack_keys``. The published model also
+    rotates them by a Hadamard matrix, which spreads outliers before they are quantised and changes nothing else; that
+    is left out.
     """
 
     key_cache: torch.Tensor
@@ -91,6 +93,12 @@ class Indexer(nn.Module):
         # relu(a * s) is s * relu(a), so the scale of the scores can go into the weights.
         self.weights_proj = LogitsGate(hidden, heads, heads**-0.5 * width**-0.5)
         self.register_buffer("key_cache", torch.zeros(pages, page_size, width), persistent=False)
+
+    def pack_keys(self) -> None:
+        """Keep keys in 8 bits (``fp8``): before the first call. Chosen tokens are then not quite those of float32."""
+        pages, page_size, width = self.key_cache.shape
+        bytes_of_rows = self.key_cache.new_zeros(pages, page_size, fp8.packed_width(width), dtype=torch.uint8)
+        self.register_buffer("key_cache", bytes_of_rows, persistent=False)
 
     def forward(self, x: torch.Tensor, q_low: torch.Tensor, angles: Angles) -> torch.Tensor:
         """``x`` ``[rows, hidden]``, ``q_low`` ``[rows, query_rank]``; int32 ``[rows, most]``, see ``choose_tokens``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bcg_compiler.models.layers import flashinfer, reference
+from bcg_compiler.models.layers import flashinfer, index_logits, reference
 
 
 def _nothing(*args: Any) -> str:
@@ -47,7 +47,10 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         Kernel("flashinfer", flashinfer.mla_attention, flashinfer.unavailable, flashinfer.refuses_mla_attention),
         Kernel("torch", reference.mla_attention),
     ),
-    "index_top_k": (Kernel("torch", reference.index_top_k),),
+    "index_top_k": (
+        Kernel("triton fp8", index_logits.index_top_k, index_logits.unavailable, index_logits.refuses),
+        Kernel("torch", reference.index_top_k),
+    ),
     "experts": (Kernel("torch", reference.experts),),
 }
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bcg_compiler.models.layers import cache
+from bcg_compiler.models.layers import cache, fp8
 from bcg_compiler.models.layers.batch import PrefillBatch, Request
 
 #: Scores that are held at once: a block of queries is as long as fits. 2^27 float32 are 512 MiB.
@@ -73,11 +73,16 @@ def index_top_k(
     """The tokens with the highest index scores, ``sum over heads of weight * relu(query · key)``, for each token.
 
     ``query`` ``[tokens, heads, width]``, ``weights`` float32 ``[tokens, heads]``, ``key_cache`` ``[pages, page_size,
-    width]``. ``chosen`` int32 ``[tokens, most]`` gets places in the request, -1 behind the last one.
+    width]``, or packed rows (``fp8``): then queries are rounded to 8 bits too. ``chosen`` int32 ``[tokens, most]`` gets
+    places in the request, -1 behind the last one.
     """
     chosen.fill_(-1)
+    packed = fp8.is_packed(key_cache)
+    if packed:
+        query = fp8.unpack(fp8.pack(query))
     for request in batch.requests:
-        keys = cache.read(key_cache, request).float()
+        keys = cache.read(key_cache, request)
+        keys = fp8.unpack(keys) if packed else keys.float()
         most = min(chosen.shape[1], request.context)
         for rows, positions in _blocks(request, query.shape[1], query.device):
             products = torch.einsum("thd,sd->ths", query[rows].float(), keys).relu()
