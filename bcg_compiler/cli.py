@@ -1,4 +1,7 @@
-"""The command ``bcg``: run a model against eager, explain its plan, choose a ladder. Parses and prints; no more."""
+"""The command ``bcg``: run a model against eager, explain its plan, choose a ladder, see what is installed.
+
+Parses and prints; no more.
+"""
 
 import enum
 import json
@@ -17,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bcg_compiler.debug import screen, words
+from bcg_compiler.debug.doctor import examine, health_view, kernels_line
 from bcg_compiler.debug.errors import building, user_error
 from bcg_compiler.debug.explain import plan_model
 from bcg_compiler.debug.ladder_plot import check_plot, plot
@@ -189,6 +193,8 @@ def explain(
         out.print(screen.breaks_view(found.plans))
         out.print(unpadded_view(found.plans))
         out.print(screen.uncompiled_view(found.uncompiled))
+        if used := kernels_line(found.plans, where):
+            out.print(screen.header(kernels=used))
         out.print(Text(screen.explanation_summary(found.plans), style="bold"))
 
 
@@ -231,6 +237,13 @@ def ladder(
         if picture is not None:
             plot(report, picture)
             out.print(Text(f"\nwrote {picture}"))
+
+
+@app.command(short_help="Print what is installed, and what is slower or off because of it.")
+def doctor() -> None:
+    """Print versions, devices, libraries, the kernels that serving models use here, and what is slower or off."""
+    with _quiet(), _errors_in_words():
+        screen.console().print(health_view(examine()))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@
 ``run``        compiled against eager over many prompts
 ``compare``    two results, tensor by tensor and bit by bit
 ``lengths``    prompt lengths from a file
+``doctor``     what is installed, and what is slower or off because of it
 ``reasons``    what each reason code means, and what would remove the break
 ``errors``     which errors are the user's to mend
 ``screen``     all of it for a terminal
