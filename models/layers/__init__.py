@@ -13,6 +13,7 @@
 ``kernels``           which implementation of an operation is in use, by name
 ``reference``         those in plain torch
 ``flashinfer``        those of FlashInfer
+``sparse``            MLA over chosen tokens that reads only those
 ``fp8``               rows of 8 bits with a scale each, in one cache of bytes
 ``index_logits``      index scores over such rows by a Triton kernel, which is ``index_kernel``
 ``planned``           attention whose plan runs once for all layers, and whose run is captured

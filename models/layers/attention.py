@@ -90,4 +90,4 @@ def _mla(
     live = slice(batch.tokens)
     chosen = None if chosen is None else chosen[live]
     args = batch, q_latent[live], q_rotary[live], latent_cache, rotary_cache, out[live], scale, chosen
-    kernels.run("mla_attention", q_latent.device, *args)
+    kernels.run("mla_attention" if chosen is None else "sparse_mla_attention", q_latent.device, *args)

@@ -376,7 +376,7 @@ def mla_attention(
     scale: float,
     chosen: torch.Tensor | None,
 ) -> None:
-    """``reference.mla_attention``, planned for this call alone."""
+    """``reference.mla_attention`` to all tokens before, planned for this call alone. ``chosen`` is ``None``."""
     wrapper = _unplanned(_latent_shape(q_latent, q_rotary, latent_cache, scale), _stream(q_latent.device))
     wrapper.plan(batch)
     wrapper.library.run(q_latent, q_rotary, latent_cache, rotary_cache, out=out)
@@ -393,8 +393,6 @@ def refuses_mla_attention(
     chosen: torch.Tensor | None,
 ) -> str:
     """Why FlashInfer cannot do such a call; "" if it can."""
-    if chosen is not None:
-        return "it attends to all tokens before, not to chosen ones"
     shape = _latent_shape(q_latent, q_rotary, latent_cache, scale)
     return shape.refuses() or _refuses_mixed(q_latent, latent_cache, rotary_cache)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bcg_compiler.models.layers import flashinfer, index_logits, reference
+from bcg_compiler.models.layers import flashinfer, index_logits, reference, sparse
 
 
 def _nothing(*args: Any) -> str:
@@ -45,6 +45,10 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     ),
     "mla_attention": (
         Kernel("flashinfer", flashinfer.mla_attention, flashinfer.unavailable, flashinfer.refuses_mla_attention),
+        Kernel("torch", reference.mla_attention),
+    ),
+    "sparse_mla_attention": (
+        Kernel("torch gather", sparse.mla_attention, sparse.unavailable, sparse.refuses),
         Kernel("torch", reference.mla_attention),
     ),
     "index_top_k": (
