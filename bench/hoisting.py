@@ -3,8 +3,9 @@
     python bench/hoisting.py [--layers 24] [--tokens 900] [--json FILE]
 
 Layers of a projection, grouped-query attention (16 heads, 4 key heads, 128 wide, pages of 16) and a projection back, in
-bf16, padded to one bucket of 1024 tokens; three requests, one of them with a prefix. Host time is the time until the
-call returns, wall until the device is done: the median of 100 calls. Needs a GPU and FlashInfer.
+bf16, padded to one bucket of 1024 tokens; three requests, one of them with a prefix. A plan waits until the one before
+it was copied to the device, as the library has one buffer for both. Host time is the time until the call returns, wall
+until the device is done: the median of 100 calls. Needs a GPU and FlashInfer.
 """
 
 import argparse

@@ -197,8 +197,8 @@ class PagedShape:
         )
 
     def room(self, requests: int, rows: int) -> Room:
-        """For captures of ``rows`` rows. A request has at least one: with more requests the library's sizes wrap."""
-        return Room(min(requests, rows), self.pages + -(-rows // self.page_size), self.device)
+        """For captures of ``rows`` rows in up to ``requests`` requests."""
+        return Room(requests, self.pages + -(-rows // self.page_size), self.device)
 
     def least_rows(self, rows: int, requests: int) -> int:
         """How many rows each plan for a capture of ``rows`` must have at least."""
@@ -268,7 +268,7 @@ class LatentShape:
         )
 
     def room(self, requests: int, rows: int) -> Room:
-        """For captures of ``rows`` rows; one request more, for padding."""
+        """For captures of ``rows`` rows in up to ``requests`` requests; one more is for padding."""
         return Room(requests + 1, self.pages + -(-rows // self.page_size), self.device)
 
     def least_rows(self, rows: int, requests: int) -> int:
@@ -325,7 +325,8 @@ class Wrapper:
             self._copied.record()
 
     def _numbers(self) -> list[int]:
-        return [int(number) for number in self.library._plan_info]
+        """What the library hands from its plan to its runs; nothing, for kernels that it does not plan."""
+        return [int(number) for number in self.library._plan_info or ()]
 
 
 def workspace(device: torch.device) -> torch.Tensor:

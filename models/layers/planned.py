@@ -100,7 +100,8 @@ class Planner:
             most = limits.max_requests or _REQUESTS
             if batch is not None and not asked:
                 most = max(most, len(batch.lengths))
-            most = min(most, rows)  # a request has at least one token
+            # A request has at least one token; with room for more requests than rows the library's sizes wrap.
+            most = min(most, rows)
             wrapper = flashinfer.Wrapper(self.shape, self._scratch(), rows, most)
             with torch.inference_mode(False):  # as in Wrapper
                 slots, written = torch.zeros(2, rows, dtype=torch.int64, device=self.shape.device)

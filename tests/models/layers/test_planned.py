@@ -147,6 +147,20 @@ def test_as_breaks_in_padded_programs_they_equal_plain_torch(kind: str) -> None:
     assert_same(ours, reference)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_padded_rows_become_zero(captured: bool) -> None:
+    model, (batch,) = Paged(), batches(({0: 5},))
+    assert model.planned is not None
+    if captured:
+        with bcg.forward_context(capturing=True, bucket_rows=8, limits=bcg.Limits()):
+            model.planned.planner.prepare()
+    q, out = torch.randn(8, HEADS, WIDTH), torch.full((8, HEADS, WIDTH), 7.0)
+    kv = torch.randn(2, 8, GROUPS, WIDTH)
+    with batch.published(), bcg.forward_context(live_rows=5, bucket_rows=8):
+        model.planned.attend(q, *kv, model.get_buffer("cache0"), model.get_buffer("cache1"), out)
+    assert (out[5:] == 0).all() and (out[:5] != 7).all()
+
+
 def test_each_call_plans_once_for_all_layers() -> None:
     model = Paged()
     program = compiled(model, ladder=[16], limits=bcg.Limits(max_requests=4), max_padding_factor=20.0)
