@@ -19,6 +19,8 @@ from torch import nn
 
 from bcg_compiler.models.layers.attention import paged_attention
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.flashinfer import PagedShape
+from bcg_compiler.models.layers.planned import PlannedAttention, planned_attention
 
 #: The names in transformers' registry: of the attention, and of the probe's stand-in for it.
 _PAGED, _PROBE = "bcg_paged", "bcg_probe"
@@ -64,7 +66,12 @@ def paged(model: Any, *, pages: int, page_size: int = 64) -> PagedCausalLM:
     if pages < 1 or page_size < 1:
         raise ModelError(f"A cache needs at least one page of one token: pages={pages}, page_size={page_size}.")
     found = _probe(model.eval())
+    plans: dict[PagedShape | None, PlannedAttention | None] = {}
     for layer in found:
+        shape = layer.shape(pages, page_size)
+        if shape not in plans:
+            plans[shape] = None if shape is None else planned_attention(shape)
+        layer.module.paged_plan = plans[shape]
         for name, heads, width in (("key", layer.key_heads, layer.key_width), ("value", layer.key_heads, layer.width)):
             cache = torch.zeros(pages, page_size, heads, width, dtype=layer.dtype, device=layer.device)
             layer.module.register_buffer(f"paged_{name}_cache", cache, persistent=False)
@@ -103,22 +110,43 @@ def _attend(
     """Attention as the registry wants it: ``[1, heads, tokens, width]`` in, ``[1, tokens, heads, width]`` out."""
     query, key, value = (given[0].transpose(0, 1) for given in (query, key, value))
     out = query.new_empty(*query.shape[:2], value.shape[-1])
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scale = _scale(query, scaling)
     caches = module.paged_key_cache, module.paged_value_cache
+    if module.paged_plan is not None:
+        module.paged_plan.attend(query, key, value, *caches, out)
+        return out[None], None
     paged_attention(query, key, value, *caches, out, scale, sliding_window or 0, s_aux)
     return out[None], None
 
 
+def _scale(query: torch.Tensor, scaling: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+
+
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """An attention module as the probe has seen it: what its cache must hold of a token."""
+    """An attention module as the probe has seen it: what its cache must hold of a token, and how it attends.
+
+    ``scale`` and ``window`` as of ``paged_attention``.
+    """
 
     module: Any
+    heads: int
     key_heads: int
     key_width: int
     width: int
     dtype: torch.dtype
     device: torch.device
+    scale: float
+    window: int
+    sinks: bool
+
+    def shape(self, pages: int, page_size: int) -> PagedShape | None:
+        """By which layers share a plan; ``None`` if no library plans such attention."""
+        if self.sinks or self.key_width != self.width:
+            return None
+        cache = page_size, pages, self.dtype, self.device
+        return PagedShape(self.heads, self.key_heads, self.width, self.scale, self.window, *cache)
 
 
 @dataclass(frozen=True)
@@ -149,7 +177,9 @@ def _probe(model: Any) -> list[_Layer]:
             refused = "it attends twice with the same module, which would need two caches"
         if refused is not None:
             raise ModelError(f"{who}, {_path(model, module)}: {refused}. It cannot be served over a paged cache.")
-        found.append(_Layer(module, key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device))
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        how = _scale(query, given.get("scaling")), given.get("sliding_window") or 0, given.get("s_aux") is not None
+        found.append(_Layer(module, *sizes, key.dtype, key.device, *how))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)

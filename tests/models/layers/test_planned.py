@@ -349,3 +349,29 @@ def test_the_dense_models_attention_is_captured(monkeypatch: pytest.MonkeyPatch)
             found, wanted = program(ids, batch.positions), reference(ids, batch.positions)
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
     assert (bcg.stats(program).breaks, bcg.stats(program).replays) == (0, 2)
+
+
+@pytest.mark.parametrize(("name", "plans"), [("gemma3", 2), ("gpt_oss", 0)])
+def test_transformers_models_share_a_plan_for_each_kind_of_layer(
+    name: str, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gemma3 has layers with a window and without; gpt_oss has sinks, which the library has not."""
+    pytest.importorskip("transformers")
+    from bcg_compiler.models import hf, serving, zoo
+
+    config = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6} if plans else {}
+    model: Any = zoo.build(name, layers=2, config=config).model
+    prompts = [torch.randint(3, 256, (length,)) for length in (11, 5)]
+    wanted = torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts])
+    monkeypatch.setattr(flashinfer, "unavailable", lambda device: "")
+    monkeypatch.setattr(PagedShape, "refuses", lambda shape: "")
+    ours: Any = hf.paged(model, pages=8, page_size=8)
+    made = {id(module.paged_plan) for module in model.modules() if getattr(module, "paged_plan", None) is not None}
+    assert len(made) == plans
+    program = compiled(ours)
+    for _ in range(3):
+        batch = serving.page_pool(ours).prefill(dict(enumerate(map(len, prompts))))
+        with batch.published():
+            found = program(torch.cat(prompts), batch.positions)
+        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    assert (bcg.stats(program).reasons.get("attention", 0) == 0) == (plans > 0)
