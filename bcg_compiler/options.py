@@ -43,6 +43,10 @@ class Options:
     """Parts of a model to make breaks although a graph could hold them: ``"attention"``, ``"dsa_indexer"``,
     ``"logits_gate"``, ``"a2a_moe"``. What is declared with ``@eager_break(reason=...)`` needs no mark."""
 
+    dual_stream: bool = False
+    """Whether what the forward does on a second stream is captured on a second stream. By default it runs on the
+    caller's. Your word that nothing outside of the model waits for that stream, or puts work on it for the model."""
+
     ladder: Ladder | None = None
     """The row counts that inputs of any length are padded to, or a list of them. Used where it is shown from the graph
     that padding cannot reach live rows; elsewhere each shape is captured exactly, and ``explain`` says why."""

@@ -10,6 +10,7 @@ from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.options import Options
 from bcg_compiler.passes.fuse_mla_bmm import fuse_mla_bmm
 from bcg_compiler.passes.hoist_plans import hoist_plans
+from bcg_compiler.passes.join_side_streams import join_side_streams
 from bcg_compiler.passes.mark_a2a_moe import mark_a2a_moe
 from bcg_compiler.passes.mark_attention import mark_attention
 from bcg_compiler.passes.mark_break_functions import mark_break_functions
@@ -38,6 +39,7 @@ def pipeline(options: Options) -> dict[str, Pass]:
         "mark_dsa_indexer": partial(mark_dsa_indexer, wanted="dsa_indexer" in options.mark),
         "mark_a2a_moe": partial(mark_a2a_moe, wanted="a2a_moe" in options.mark),
         "mark_rules": partial(mark_rules, rules=options.breaks),
+        "join_side_streams": partial(join_side_streams, wanted=options.dual_stream),
         "mark_uncapturable": mark_uncapturable,
         "fuse_mla_bmm": fuse_mla_bmm,
     }

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import bcg_compiler as bcg
 from bcg_compiler.buckets.admission import Refusal
 from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS, EAGER_UNITS, UNPADDED
-from bcg_compiler.passes import fuse_mla_bmm
+from bcg_compiler.passes import fuse_mla_bmm, join_side_streams, names
 from bcg_compiler.plan.rules import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,9 +47,14 @@ def test_examples_print_what_they_say(page: str, capsys: pytest.CaptureFixture[s
         assert " ".join(capsys.readouterr().out.split()) == said
 
 
-def test_every_refusal_of_a_pass_is_on_its_page_and_no_other_one() -> None:
-    text = (ROOT / "docs/passes/fuse_mla_bmm.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(get_args(fuse_mla_bmm.Refusal))
+@pytest.mark.parametrize("module", [fuse_mla_bmm, join_side_streams], ids=lambda m: m.__name__.rpartition(".")[2])
+def test_every_refusal_of_a_pass_is_on_its_page_and_no_other_one(module: ModuleType) -> None:
+    text = (ROOT / f"docs/passes/{module.__name__.rpartition('.')[2]}.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(get_args(module.Refusal))
+
+
+def test_every_pass_has_a_page() -> None:
+    assert {page.stem for page in (ROOT / "docs/passes").glob("*.md")} == set(names())
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/ladders.md"])

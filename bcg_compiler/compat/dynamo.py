@@ -107,7 +107,9 @@ def streams_of(node: Node) -> frozenset[int] | None:
     Dynamo leaves ``with torch.cuda.stream(s)`` out of its graph, and keeps what waits or records: as operations of the
     namespace ``streams``, or as methods of an object looked up by number.
     """
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "streams":
+    op = node.target
+    name = op._qualified_op_name if isinstance(op, torch._ops.OpOverloadPacket) else getattr(op, "namespace", "")
+    if isinstance(name, str) and name.partition("::")[0] == "streams":
         return frozenset(arg for arg in node.args if isinstance(arg, int))
     looked_up = [n for n in (node, *node.all_input_nodes) if is_stream_lookup(n)]
     return frozenset(int(n.args[0]) for n in looked_up) if looked_up else None  # type: ignore[arg-type]

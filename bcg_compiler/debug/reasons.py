@@ -86,7 +86,7 @@ BREAKS = {
     ),
     "side_stream": Meaning(
         "orders work on several streams",
-        "Nothing needs to be done: a wait for a stream must happen at each call, and costs little.",
+        'If nothing outside of the model uses those streams, options={"dual_stream": True} captures them.',
     ),
     "capture_failed": Meaning("a capture with it fails", "See what the error says."),
     "small_segment": Meaning(

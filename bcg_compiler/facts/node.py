@@ -48,11 +48,13 @@ class ModeState:
     """The mode that a node runs in, relative to the caller's.
 
     ``stack`` holds the ordinals of the nodes that entered an autocast or inference region around it; ``grad`` is the
-    grad mode set by the graph, ``None`` where it is what the caller (or the region) has.
+    grad mode set by the graph, ``None`` where it is what the caller (or the region) has. ``stream`` numbers the side
+    stream that it is captured on, 0 for the caller's.
     """
 
     stack: tuple[int, ...] = ()
     grad: bool | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True)

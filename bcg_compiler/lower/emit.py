@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from bcg_compiler.breaks import BoundBreak
+from bcg_compiler.compat.side_streams import on_stream
 from bcg_compiler.facts import ModeState
 
 #: The text's own names; those of builtins it uses, too (torch.ops.aten.slice must not hide slice).
@@ -80,9 +81,11 @@ class Emitter:
         modes: Mapping[Node, ModeState],
         mode_nodes: Mapping[int, Node],
         of_break: Callable[[BoundBreak], Callable[..., Any]],
+        device: str,
     ) -> None:
         self.namespace = namespace
         self._of_break = of_break
+        self._device = device
         self._ordinals = ordinals
         self._constants = constants
         self._modes = modes
@@ -98,10 +101,17 @@ class Emitter:
         """An argument or a returned structure as an expression."""
         return self.namespace.expression(value, self.name)
 
-    def statements(self, nodes: list[Node], kept: Iterable[Node], indent: str) -> list[tuple[str, Node | None]]:
+    def statements(
+        self,
+        nodes: list[Node],
+        kept: Iterable[Node],
+        indent: str,
+        behind: Callable[[Node, Node], Node] = lambda value, user: user,
+    ) -> list[tuple[str, Node | None]]:
         """The lines that run ``nodes`` in order, each with the node it is for.
 
-        Values are deleted after their last use, but for ``kept``: memory is then as low as in eager code.
+        Values are deleted after their last use, or what ``behind`` says of it, but for ``kept``: memory is then as low
+        as in eager code.
         """
         last_use: dict[Node, Node] = {}
         for node in nodes:
@@ -111,7 +121,7 @@ class Emitter:
         own, kept = set(nodes), set(kept)
         for node, user in last_use.items():
             if node in own and node not in kept and node.users:
-                dying.setdefault(user, []).append(self.name(node))
+                dying.setdefault(behind(node, user), []).append(self.name(node))
         lines: list[tuple[str, Node | None]] = []
         for mode, run in groupby(nodes, key=self._modes.__getitem__):
             depth = indent
@@ -144,6 +154,8 @@ class Emitter:
 
     def _with_items(self, mode: ModeState) -> str:
         items = [f"{self.namespace.bind(self._contexts[o], f'mode_{o}')}()" for o in mode.stack]
+        if mode.stream:
+            items.append(f"{self.namespace.bind(on_stream, 'on_stream')}({mode.stream}, {self._device!r})")
         if mode.grad is not None:
             items.append(f"{self.namespace.bind(torch.set_grad_enabled, 'set_grad_enabled')}({mode.grad})")
         return ", ".join(items)

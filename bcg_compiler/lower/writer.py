@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph, NodeFacts
 from bcg_compiler.lower.emit import Emitter, Namespace
+from bcg_compiler.lower.side_streams import let_go_behind
 from bcg_compiler.plan import Plan, PlanNode, Step
 
 
@@ -53,6 +54,7 @@ class Writer:
             {node: f.mode for node, f in graph.facts.items()},
             graph.mode_nodes,
             of_break,
+            graph.device,
         )
         self._text: list[str] = []
         self._lines: dict[int, tuple[Step, PlanNode]] = {}
@@ -84,7 +86,7 @@ class Writer:
         alive = [self.nodes[ordinal] for ordinal in (*step.outputs, *step.fixed, *also)]
         by_node: dict[Node, PlanNode] = dict(zip(nodes, plan_nodes, strict=True))
         where = last = None
-        for text, node in self.emit.statements(nodes, alive, indent):
+        for text, node in self.emit.statements(nodes, alive, indent, let_go_behind(nodes, self.graph.facts)):
             plan_node = by_node[node] if node is not None else None
             if plan_node is not None and (plan_node.module, plan_node.source) != where:
                 where = (plan_node.module, plan_node.source)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from bcg_compiler.compat import dynamo
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts, Reason
 from bcg_compiler.facts.modes import is_functorch_node
-from bcg_compiler.facts.node import FENCE
+from bcg_compiler.facts.node import FENCE, STREAMS
 from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.costs import Island, LaunchCosts
@@ -321,7 +321,12 @@ class _Builder:
         )
 
     def _units(self, nodes: Sequence[Node], outputs: Sequence[Node]) -> Iterable[CompileUnit]:
-        """The parts of a segment that are compiled; arithmetic on sizes comes before and is in none of them."""
+        """The parts of a segment that are compiled; arithmetic on sizes comes before and is in none of them.
+
+        None where streams are forked: what a compiler makes of a part knows of one stream only.
+        """
+        if any(STREAMS in self.graph.facts[node].writes for node in nodes):
+            return
         inside = self._computing(nodes)
         leaving = set(outputs)
 
@@ -376,7 +381,7 @@ class _Builder:
         entered = [self.graph.mode_nodes[ordinal] for ordinal in mode.stack]
         main = torch.device(self.graph.device)
         regions = (constant_text((n.target, *_as_devices(n.args)), str, main, self.objects) for n in entered)
-        return " ".join([*regions, f"grad={mode.grad}"])
+        return " ".join([*regions, f"grad={mode.grad}", *([f"stream={mode.stream}"] if mode.stream else [])])
 
     def _numbered(self, nodes: Iterable[Node]) -> tuple[int, ...]:
         return tuple(sorted(self.ordinals[node] for node in nodes))

@@ -48,6 +48,7 @@ def test_the_default_order() -> None:
         "mark_dsa_indexer",
         "mark_a2a_moe",
         "mark_rules",
+        "join_side_streams",
         "mark_uncapturable",
         "fuse_mla_bmm",
     )
