@@ -4,9 +4,9 @@ Note [The matmul between two breaks]
     Multi-head latent attention, absorbed, multiplies the query by the key's up-projection, ``q_nope · w_kc``, one
     batched matmul. The forward has it between the indexer's break and the attention break, where it is a segment of a
     single kernel. It needs nothing of the indexer, so the place for it is the segment in front of both. The partitioner
-    does not move it there if the weight is a tensor that the module holds and no parameter: a break is taken to write
-    any such tensor unseen (a key cache is one). Here it is known better: what is declared an indexer writes its cache
-    and what it says it does, and no weight.
+    does not move it there: it takes a break to write, unseen, what breaks are ever given, such as the query, and what a
+    module holds and is no parameter. Here it is known better: what is declared an indexer writes its cache and what it
+    says it does, and no weight; and no other break has seen the query yet.
 
     Where the indexer writes what the matmul reads (a rotary embedding in place, say) the matmul can only run between
     the two. It then joins the break, and writes into a buffer that is allocated once.

@@ -116,7 +116,7 @@ def kinds(plan: Plan) -> list[str]:
 
 
 def test_it_goes_before_the_indexer_in_any_spelling_and_the_breaks_join() -> None:
-    """The weight is a plain tensor of the module, which the partitioner takes a break to write."""
+    """The weight is a plain tensor of the module and the indexer is given the query: either may be written unseen."""
     model = Stack([Mla(spelling) for spelling in SPELLINGS])
     plan, said = check(model)
     assert said == {"changes": 5, "notes": ()}
@@ -234,6 +234,7 @@ def test_a_graph_without_such_a_matmul_is_untouched() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["", "in place"])
 def test_the_size_of_the_buffer_follows_an_open_number_of_tokens(variant: str) -> None:
+    bcg.reset()
     model = Mla("einsum", variant=variant)
     compiled = torch.compile(model, backend="bcg", dynamic=True)
     for tokens in (5, 5, 8, 8, 11, 5):
