@@ -10,7 +10,7 @@ import bcg_compiler as bcg
 
 pytest.importorskip("transformers")
 
-from bcg_compiler.models import serving, zoo  # noqa: E402
+from bcg_compiler.models import serving, zoo
 
 
 @pytest.fixture(autouse=True)
