@@ -1,6 +1,7 @@
 """Plans and reports for a terminal."""
 
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -141,7 +142,7 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
             parts.append(title)
             about = ([f"inputs: {plan_inputs(plan)}"] if plan else []) + list(runs[number : number + 1])
             parts.append(indented(2, Text("; ".join(about), style="dim")))
-            lines = (*about_hoisted(plan), *about_padding(plan)) if plan else ()
+            lines = (*about_hoisted(plan), *about_padding(plan), *_pass_notes(plan)) if plan else ()
             parts += [indented(2, Text(line, style="dim")) for line in lines]
         last = plans[numbers[-1]]
         if last is None or not last.steps:
@@ -151,6 +152,17 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
                 parts.append(Text(f"  Their steps are the same; those of graph {numbers[-1] + 1}:", style="dim"))
             parts.append(Padding(steps_table(last), (0, 0, 1, 2), expand=False))
     return Group(*parts)
+
+
+def _pass_notes(plan: Plan) -> Iterator[str]:
+    """What passes have to say; notes that differ in their numbers, those of layers, are one line."""
+    for found in plan.passes:
+        alike: dict[str, list[str]] = {}
+        for note in found.notes:
+            alike.setdefault(re.sub(r"\d+", "0", note), []).append(note)
+        for notes in alike.values():
+            times = f" ({count(len(notes), 'time')})" if len(notes) > 1 else ""
+            yield f"pass {found.name}: {common_text(notes)}{times}"
 
 
 def _alike(plans: Sequence[Plan | None]) -> list[list[int]]:

@@ -13,7 +13,8 @@ from bcg_compiler.debug.explain import Explanation, plan_model
 from bcg_compiler.debug.reasons import BREAKS, meaning
 from bcg_compiler.debug.words import common_text
 from bcg_compiler.models import zoo
-from bcg_compiler.plan import plan_text
+from bcg_compiler.plan import Plan, plan_text
+from bcg_compiler.plan.plan import PassSummary
 from bcg_compiler.runtime import programs_of
 
 
@@ -83,6 +84,17 @@ def printed(found: Explanation) -> str:
     console = Console(width=200, file=io.StringIO())
     console.print(screen.plans_view(found.plans))
     return cast(io.StringIO, console.file).getvalue()
+
+
+def test_what_passes_have_to_say_is_shown_once_for_all_layers() -> None:
+    """A refusal of a pass was in the plan's text only: who reads the screen took it for granted."""
+    summary = PassSummary("fuse_mla_bmm", 0, tuple(f"not_alone: bmm in layers.{i}.attn: a segment" for i in range(9)))
+    plan = Plan((), (), (), (), (), (), (), "cpu", passes=(PassSummary("mark_rules", 0), summary))
+    console = Console(width=200, file=io.StringIO())
+    console.print(screen.plans_view([plan]))
+    text = cast(io.StringIO, console.file).getvalue()
+    assert "pass fuse_mla_bmm: not_alone: bmm in layers.{0…8}.attn: a segment (9 times)" in text
+    assert "mark_rules" not in text
 
 
 # -- the parts of the screen
