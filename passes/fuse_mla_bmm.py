@@ -193,11 +193,8 @@ def _crossed(site: _Site, moved: list[Node]) -> list[Node]:
 def _read_by_attention_alone(graph: AnnotatedGraph, site: _Site) -> bool:
     todo = [site.matmul]
     while todo:
-        users = set(todo.pop().users)
-        if not users <= {site.attention, *site.between}:
-            return False
-        readers = users - {site.attention}
-        if any(graph.facts[n].kernels for n in readers):
+        readers = todo.pop().users.keys() - {site.attention}
+        if any(reader not in site.between or graph.facts[reader].kernels for reader in readers):
             return False
         todo += readers
     return True

@@ -26,6 +26,11 @@ def rotate_and_index(q: Tensor, weights: Tensor, topk: Tensor) -> None:
     index(q, weights, topk)
 
 
+@bcg.eager_break(fake=torch.empty_like, reason="dsa_indexer")
+def rotated(q: Tensor) -> Tensor:
+    return q * 1.5
+
+
 @bcg.eager_break(mutates_args=("out",), reason="attention")
 def attend(absorbed: Tensor, rope: Tensor, topk: Tensor, out: Tensor) -> None:
     scores = torch.cat([absorbed, rope], -1).flatten(1)
@@ -145,6 +150,29 @@ def test_inside_all_but_the_matmul_is_done_once_at_capture() -> None:
     replayed = [node.op.rpartition(".")[2] for node in step.nodes if node.ordinal not in step.fixed]
     assert replayed == ["rotate_and_index", "bmm", "attend"]
     assert {"empty", ".transpose"} <= {node.op for node in step.nodes if node.ordinal in step.fixed}
+
+
+class RotaryIndexer(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return q.cos() * 1.5
+
+
+@pytest.mark.parametrize("give", [rotated, RotaryIndexer()], ids=["declared", "marked"])
+def test_a_query_that_the_indexer_gives_is_multiplied_behind_it(give: Callable[[Tensor], Tensor]) -> None:
+    class Returning(Mla):
+        def __init__(self) -> None:
+            super().__init__()
+            self.give = give
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x + x.sin()).view(-1, HEADS, NOPE + ROPE)
+            out, topk = torch.empty(x.shape[0], LATENT), torch.zeros(x.shape[0], TOPK, dtype=torch.int64)
+            attend(self.absorb(self.give(q)[..., :NOPE], self.w_kc), q[..., NOPE:], topk, out)
+            return self.o(out.sin()) + x
+
+    plan, said = check(Returning(), mark=["dsa_indexer"])
+    assert said == {"changes": 1, "notes": ()} and plan.reasons()["mla_bmm"] == 1
+    assert len(plan.breaks) == 1
 
 
 def test_a_result_with_several_users_goes_before_all_the_same() -> None:
