@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, nargs="*", default=[16, 256, 2048])
+    parser.add_argument("--compiler", default="eager", help="of segments; those with two streams are not compiled")
     given = parser.parse_args()
     side = torch.cuda.Stream()
     with torch.device("cuda"):
@@ -63,7 +64,9 @@ def main() -> None:
             times = {"eager": microseconds(model, x)}
             for dual in (False, True):
                 bcg.reset()
-                compiled = torch.compile(model, backend="bcg", options={"dual_stream": dual})
+                compiled = torch.compile(
+                    model, backend="bcg", options={"dual_stream": dual, "segment_compiler": given.compiler}
+                )
                 times["two streams" if dual else "one stream"] = microseconds(compiled, x)
             print(f"{tokens:6} tokens  " + "  ".join(f"{name} {us:8.1f} µs" for name, us in times.items()))
 

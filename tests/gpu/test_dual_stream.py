@@ -67,7 +67,9 @@ class Layers(torch.nn.Module):
 
 def check(model: Callable[[Tensor], Tensor], calls: int = 6, **options: Any) -> bcg.Plan:
     bcg.reset()
-    compiled = torch.compile(model, backend="bcg", options={"dual_stream": True, **options})
+    compiled = torch.compile(
+        model, backend="bcg", options={"dual_stream": True, "segment_compiler": "eager", **options}
+    )
     with torch.inference_mode():
         for _ in range(calls):
             x = torch.randn(256, 512, device="cuda")
@@ -123,7 +125,7 @@ def test_memory_that_both_streams_use_is_not_given_away_between_them() -> None:
 def test_a_ladder_of_buckets_and_a_second_model_share_the_streams() -> None:
     bcg.reset()
     models = [Layers("waits", 2), Layers("events", 2)]
-    options = {"dual_stream": True, "ladder": [64, 256], "assume_rows_independent": True}
+    options = {"dual_stream": True, "segment_compiler": "eager", "ladder": [64, 256], "assume_rows_independent": True}
     compiled = [torch.compile(model, backend="bcg", options=options, dynamic=True) for model in models]
     with torch.inference_mode():
         for rows in (50, 64, 200, 256, 33, 129):
