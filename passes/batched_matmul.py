@@ -61,7 +61,8 @@ def write_into_buffer(graph: AnnotatedGraph, node: Node) -> Node:
     graph.facts[buffer] = replace(
         graph.facts[buffer], results=old.results, fresh=old.fresh, allocates=old.allocates, aten=("aten::empty",)
     )
-    product = add(torch.bmm, (left, right), dict(out=buffer))
+    # Not run on fakes: that the buffer has the size of the result would be checked, on torch 2.11 by a guard.
+    product = add(torch.bmm, (left, right), dict(out=buffer), graph.fakes[buffer])
     graph.facts[product] = replace(
         graph.facts[product],
         aten=("aten::bmm.out",),
@@ -113,8 +114,11 @@ class _Inserter:
         # Below all that there is, until the graph is renumbered.
         self._ordinal = min(facts.ordinal for facts in graph.facts.values()) - len(graph.facts) - 1
 
-    def __call__(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        return self._add("call_function", target, args, kwargs)
+    def __call__(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None
+    ) -> Node:
+        """Add a call, which is run on fakes if its ``value`` is not given."""
+        return self._add("call_function", target, args, kwargs, value)
 
     def permuted(self, node: Node, order: tuple[int, ...]) -> Node:
         return node if order == _AS_IT_IS else self._add("call_method", "permute", (node, order), {})
@@ -123,14 +127,15 @@ class _Inserter:
         size = self._graph.fakes[node].shape[dim]
         return size if isinstance(size, int) else self._add("call_method", "size", (node, dim), {})
 
-    def _add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _add(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any = None) -> Node:
         graph = self._graph
         with graph.module.graph.inserting_before(self._before):
             node = graph.module.graph.create_node(op, target, args, kwargs)
         node.meta = {k: v for k, v in self._before.meta.items() if k in ("nn_module_stack", "stack_trace")}
-        given, named = torch.fx.node.map_arg((args, kwargs), graph.fakes.__getitem__)
-        with tracing(graph.fake_mode), torch.inference_mode():
-            value = getattr(given[0], target)(*given[1:]) if op == "call_method" else target(*given, **named)
+        if value is None:
+            given, named = torch.fx.node.map_arg((args, kwargs), graph.fakes.__getitem__)
+            with tracing(graph.fake_mode), torch.inference_mode():
+                value = getattr(given[0], target)(*given[1:]) if op == "call_method" else target(*given, **named)
         graph.fakes[node] = value
         taken = self._roots(node.all_input_nodes)
         self._ordinal += 1
