@@ -1,10 +1,13 @@
 """Whole models of transformers: seconds until the third call has returned, and wall time of a call, beside torch's own.
 
     python bench/models.py [--model llama deepseek_v32] [--layers 12 24] [--tokens 256] [--only VARIANT …] [--json FILE]
+    python bench/models.py --together llama:12:VARIANT llama:61:VARIANT … [--json FILE]
 
 bf16, random weights, batch 1, no cache; fresh token ids. First calls are counted from before the first one, Dynamo
 included, with Inductor's caches off; ``--warm`` leaves them on and runs each variant twice, the second time from the
-caches of the first. Each variant has a process of its own. Needs a GPU.
+caches of the first. Each variant has a process of its own. ``--together`` makes the first calls of all that it names at
+the same time, for which a machine needs some cores for each, and then times calls, one process after the other.
+Needs a GPU.
 """
 
 import argparse
@@ -15,9 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
+
+#: What a process says when its first calls are over.
+READY = "ready"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
@@ -67,8 +75,8 @@ def build(model: str, layers: int) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def measure(model: str, layers: int, tokens: int, variant: str) -> dict[str, Any]:
-    """One variant in this process."""
+def measure(model: str, layers: int, tokens: int, variant: str, wait: bool = False) -> dict[str, Any]:
+    """One variant in this process. ``wait``: say when the first calls are over, and wait for a line then."""
     import bcg_compiler as bcg
 
     made, how = build(model, layers), dict(VARIANTS[variant])
@@ -92,6 +100,9 @@ def measure(model: str, layers: int, tokens: int, variant: str) -> dict[str, Any
         call()
     torch.cuda.synchronize()
     first = time.perf_counter() - begin
+    if wait:
+        print(READY, flush=True)
+        sys.stdin.readline()
     for _ in range(5):
         call()
     times = []
@@ -114,17 +125,47 @@ def measure(model: str, layers: int, tokens: int, variant: str) -> dict[str, Any
     return found
 
 
-def run_apart(model: str, layers: int, tokens: int, variant: str, cache: str) -> dict[str, Any]:
+def start(model: str, layers: int, tokens: int, variant: str, cache: str, *more: str) -> subprocess.Popen[str]:
     """One variant in a process of its own, with Inductor's caches in a folder; off if that is ""."""
     command = [sys.executable, __file__, "--model", model, "--layers", str(layers), "--tokens", str(tokens)]
     caches = {"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    done = subprocess.run(
-        [*command, "--here", variant], env={**os.environ, **caches}, stdout=subprocess.PIPE, check=False
+    return subprocess.Popen(
+        [*command, "--here", variant, *more],
+        env={**os.environ, **caches},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    if done.returncode:
-        return {"failed": done.returncode}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a process of ``start`` has measured."""
+    said = process.communicate("\n")[0]
+    if process.returncode:
+        return {"failed": process.returncode}
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
+
+
+def together(names: list[str], tokens: int) -> Iterator[dict[str, Any]]:
+    """First calls at the same time, the other ones one process after the other."""
+    which = [(model, int(layers), variant) for model, layers, variant in (name.split(":") for name in names)]
+    processes = [start(model, layers, tokens, variant, "", "--wait") for model, layers, variant in which]
+    for process in processes:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and line.strip() != READY:
+            pass
+    for (model, layers, variant), process in zip(which, processes, strict=True):
+        yield {"model": model, "layers": layers, "variant": variant, "caches": "", **finish(process)}
+
+
+def apart(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All combinations, one after the other."""
+    for model, layers, variant in product(args.model, args.layers, args.only):
+        with tempfile.TemporaryDirectory() as cache:
+            for run in ("cold", "warm") if args.warm else ("",):
+                figures = finish(start(model, layers, args.tokens, variant, cache if args.warm else ""))
+                yield {"model": model, "layers": layers, "variant": variant, "caches": run, **figures}
 
 
 def main() -> None:
@@ -135,21 +176,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--only", nargs="*", default=list(VARIANTS))
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--together", nargs="+", metavar="MODEL:LAYERS:VARIANT")
     parser.add_argument("--json")
     parser.add_argument("--here", help="measure this variant in this process")
+    parser.add_argument("--wait", action="store_true", help="wait for a line on standard input after the first calls")
     args = parser.parse_args()
     if args.here:
-        print(json.dumps(measure(args.model[0], args.layers[0], args.tokens, args.here)))
+        print(json.dumps(measure(args.model[0], args.layers[0], args.tokens, args.here, args.wait)))
         return
     found = []
-    for model in args.model:
-        for layers in args.layers:
-            for variant in args.only:
-                with tempfile.TemporaryDirectory() as cache:
-                    for run in ("cold", "warm") if args.warm else ("",):
-                        figures = run_apart(model, layers, args.tokens, variant, cache if args.warm else "")
-                        found.append({"model": model, "layers": layers, "variant": variant, "caches": run, **figures})
-                        print(", ".join(f"{key} {value}" for key, value in found[-1].items()), flush=True)
+    for one in together(args.together, args.tokens) if args.together else apart(args):
+        found.append(one)
+        print(", ".join(f"{key} {value}" for key, value in one.items()), flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"gpu": torch.cuda.get_device_name(), "tokens": args.tokens, "results": found}, file, indent=1)
