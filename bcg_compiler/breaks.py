@@ -69,6 +69,8 @@ class Break:
     reads_live_rows: bool = False
     reason: str = "eager_break"
     plan: PlanFunction | None = None
+    reserve_bytes: int = 0
+    bucket_multiple: int = 1
     parameters: tuple[str, ...] = field(init=False)
     rest: str = field(init=False)
     keywords: str = field(init=False)
@@ -79,6 +81,12 @@ class Break:
                 f"Break {self.name!r} declares reason={self.reason!r}, which is no kind of break. "
                 f"{nearest(str(self.reason), KINDS)} Leave it out for a break of no particular kind."
             )
+        for declared, least in (("reserve_bytes", 0), ("bucket_multiple", 1)):
+            number = getattr(self, declared)
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise BreakArgumentError(
+                    f"Break {self.name!r} declares {declared}={number!r}; it must be a whole number of at least {least}."
+                )
         try:
             found = list(inspect.signature(self.fn).parameters.values())
         except (TypeError, ValueError):
@@ -283,6 +291,8 @@ def eager_break(
     reads_live_rows: bool = False,
     reason: str = "eager_break",
     plan: Callable[..., None] | None = None,
+    reserve_bytes: int = 0,
+    bucket_multiple: int = 1,
 ) -> Callable[[F], F]: ...
 def eager_break(fn: Any = None, **declared: Any) -> Any:
     """Declare a function or method as a break: in a compiled model its body always runs eagerly.
@@ -307,8 +317,11 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
                           body's constant parameters, ``self`` included, which reads the forward context and writes
                           buffers that the body reads. It runs before the first segment, once for all breaks that share
                           it, and the body is captured if it can be.
+    ``reserve_bytes``     device memory that the body takes for itself beside its arguments, once for all calls and
+                          places: the buffers of a communication library. A term of the memory forecast.
+    ``bucket_multiple``   every bucket of a ladder must be a multiple of this: the body cannot take other row counts.
 
-    Raises ``BreakArgumentError`` for a live object or an unknown ``reason``, ``BreakGradError`` under grad mode for a
+    Raises ``BreakArgumentError`` for a live object, an unknown ``reason`` or a number out of range, ``BreakGradError`` under grad mode for a
     tensor that requires grad, ``BreakMutationError`` for an undeclared write.
     """
     if fn is None:

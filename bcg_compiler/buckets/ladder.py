@@ -79,13 +79,15 @@ class FittedLadder:
     bytes_after: int
     before: Waste
     after: Waste
+    reserve: int = 0
 
     def __str__(self) -> str:
+        reserved = f", of which {self.reserve:,} are reserved" if self.reserve else ""
         kept = f"{len(self.ladder)} of {len(self.ladder) + len(self.dropped)} buckets"
         return "\n".join(
             [
                 f"{kept} are kept: {self.bytes_after:,} of {self.bytes_before:,} bytes, the budget is "
-                f"{self.budget:,}; {self.after.ratio:.1%} padding in place of {self.before.ratio:.1%}.",
+                f"{self.budget:,}{reserved}; {self.after.ratio:.1%} padding in place of {self.before.ratio:.1%}.",
                 *map(str, self.dropped),
             ]
         )
@@ -233,22 +235,31 @@ class Ladder:
             live_above=sum(length * number for length, number in rows.items()) - live,
         )
 
-    def fit(self, lengths: Lengths, cost: Callable[[int], int] | Mapping[int, int], byte_budget: int) -> FittedLadder:
+    def fit(
+        self,
+        lengths: Lengths,
+        cost: Callable[[int], int] | Mapping[int, int],
+        byte_budget: int,
+        reserve_bytes: int = 0,
+    ) -> FittedLadder:
         """Drop rungs until the ladder's bytes keep within a budget, and say which ones and what each costs.
 
-        ``cost`` gives the bytes of a bucket; those of several add up. The rungs that save the fewest padded tokens on
+        ``cost`` gives the bytes of a bucket; those of several add up. ``reserve_bytes`` of the budget are for what break
+        functions take for themselves (``plan.reserves``), and no rung gets them. The rungs that save the fewest padded tokens on
         ``lengths`` for their bytes go; the ceiling stays (``choose.keep_within``).
         """
         budget = _whole("byte_budget", byte_budget, least=0, most=None)
+        reserve = _whole("reserve_bytes", reserve_bytes, least=0, most=None)
         rows = count_lengths(lengths)
         costs = [self._cost(bucket, cost) for bucket in self]
-        if costs[-1] > budget:
+        if costs[-1] > budget - reserve:
+            reserved = f", of which {reserve:,} are reserved" if reserve else ""
             raise LadderError(
-                f"The ceiling {self.ceiling} alone takes {costs[-1]:,} bytes, and byte_budget is {budget:,}. Give a "
-                "larger budget or a ladder with a lower ceiling."
+                f"The ceiling {self.ceiling} alone takes {costs[-1]:,} bytes, and byte_budget is {budget:,}{reserved}. "
+                "Give a larger budget or a ladder with a lower ceiling."
             )
         own = self._rows(rows)
-        kept = keep_within(self.buckets, own, costs, budget)
+        kept = keep_within(self.buckets, own, costs, budget - reserve)
         made = replace(self, buckets=tuple(self.buckets[at] for at in kept))
         dropped = []
         for at in sorted(set(range(len(self))) - set(kept)):
@@ -258,6 +269,7 @@ class Ladder:
             ladder=made,
             dropped=tuple(dropped),
             budget=budget,
+            reserve=reserve,
             bytes_before=sum(costs),
             bytes_after=sum(costs[at] for at in kept),
             before=self.waste(rows),

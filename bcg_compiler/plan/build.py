@@ -14,6 +14,7 @@ from bcg_compiler.facts.node import FENCE, STREAMS
 from bcg_compiler.options import Options
 from bcg_compiler.passes import PassResult
 from bcg_compiler.plan.costs import Island, LaunchCosts
+from bcg_compiler.plan.declared import bucket_multiple, reserves
 from bcg_compiler.plan.lifetimes import with_lifetimes
 from bcg_compiler.plan.padded_rows import PaddedRows
 from bcg_compiler.plan.padding import (
@@ -49,7 +50,7 @@ def build_plan(graph: AnnotatedGraph, passes: Iterable[PassResult], options: Opt
 class _Builder:
     def __init__(self, graph: AnnotatedGraph, options: Options) -> None:
         self.graph = graph
-        self.options = options
+        self.options = replace(options, bucket_multiple=bucket_multiple(graph, options.bucket_multiple))
         self.costs = LaunchCosts()
         self.symbols = SymbolNames()
         self.by_ordinal = {facts.ordinal: node for node, facts in graph.facts.items()}
@@ -150,6 +151,7 @@ class _Builder:
             padding=padding,
             unpadded=unpadded,
             hoisted=self._hoisted(),
+            reserves=reserves(self.graph),
         )
         plan = replace(plan, broken_rules=check_rules(self.options, plan))
         # Last: the order in which symbols are met gives them their names in the stable text.

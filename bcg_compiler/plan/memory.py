@@ -1,7 +1,8 @@
 """How much memory the captures of a plan take, as far as the plan tells. All numbers are bytes.
 
-Counted are the slots, the bridges, and the pool of the segments. Not counted is what no tensor shows: workspaces that
-kernels and cuBLAS take for themselves, the graphs, and what breaks allocate while they run.
+Counted are the slots, the bridges, the pool of the segments, and what break functions say that they take for themselves.
+Not counted is what no tensor shows: workspaces that kernels and cuBLAS take for themselves, the graphs, and what breaks
+allocate while they run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,17 +22,23 @@ Symbols = Mapping[str, int]
 @dataclass(frozen=True)
 class Forecast:
     """Bytes of the fixed buffers of inputs (``slots``) and of what breaks make (``bridges``), and the bytes that the
-    pool of the ``segments`` reserves.
+    pool of the ``segments`` reserves; ``reserves`` are those that break functions declare (``reserve_bytes``).
     """
 
     slots: int
     bridges: int
     segments: int
+    reserves: int = 0
+
+    @property
+    def captures(self) -> int:
+        """What captures hold: what is measured after them."""
+        return self.slots + self.bridges + self.segments
 
     @property
     def total(self) -> int:
         """All of them together."""
-        return self.slots + self.bridges + self.segments
+        return self.captures + self.reserves
 
 
 class Interval(NamedTuple):
@@ -61,6 +68,7 @@ def forecast_ladder(plan: Plan, buckets: Sequence[Symbols]) -> Forecast:
         slots=max((slot_bytes(plan, symbols) for symbols in buckets), default=0),
         bridges=max((bridge_bytes(plan, symbols) for symbols in buckets), default=0),
         segments=simulate(event for symbols in buckets for event in segment_events(plan, symbols)).reserved,
+        reserves=sum(reserve.bytes for reserve in plan.reserves),
     )
 
 

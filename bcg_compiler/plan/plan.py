@@ -165,6 +165,14 @@ class Padding:
 
 
 @dataclass(frozen=True)
+class Reserve:
+    """Device memory of so many ``bytes`` that a break function takes for itself, once: its name says whose it is."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class PassSummary:
     """What one pass changed when this plan was made."""
 
@@ -194,6 +202,7 @@ class Plan:
     ``slots``    the inputs that need one when captured
     ``bridges``  ordinals of the values that a break makes and a segment reads: copied to a fixed address
     ``bridge_ranges``  how long each of them is needed there
+    ``reserves``  what break functions take for themselves beside the memory of captures
     ``uncaptured``  why no program of this plan is captured, if so
     ``written_inputs``  ordinals of inputs that anything writes
     ``rows``     whether padding can reach live rows, for each number of rows that the graph leaves open
@@ -219,6 +228,7 @@ class Plan:
     broken_rules: tuple[BrokenRule, ...] = ()
     bridge_ranges: tuple[LiveRange, ...] = ()
     hoisted: tuple[HoistedPlan, ...] = ()
+    reserves: tuple[Reserve, ...] = ()
 
     @property
     def segments(self) -> tuple[Step, ...]:

@@ -59,6 +59,7 @@ def _body(plan: Plan) -> list[str]:
     for hoisted in plan.hoisted:
         lines.append(f"first {hoisted.name}({hoisted.constants}) for {_count(hoisted.nodes, 'op')}")
         lines += [f"  %{n.ordinal} {n.op}" + f" in {n.module}" * bool(n.module) for n in hoisted.nodes]
+    lines += [f"reserve {reserve.name} {reserve.bytes} bytes" for reserve in plan.reserves]
     for step in plan.steps:
         lines += _step(step, values, frozenset(plan.bridges), plan.device)
     lines.append("return " + ", ".join(values[o].name for o in plan.outputs))

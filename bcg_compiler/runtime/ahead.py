@@ -15,12 +15,16 @@ from bcg_compiler.runtime.registry import AnyProgram, programs_of
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What ``capture`` did: the rungs in the order of their capture, seconds in all, bytes forecast and measured."""
+    """What ``capture`` did: the rungs in the order of their capture, seconds in all, bytes forecast and measured.
+
+    ``reserved_bytes`` are what break functions take for themselves beside what captures hold (``reserve_bytes``).
+    """
 
     rungs: tuple[Rung, ...]
     seconds: float
     forecast_bytes: int
     measured_bytes: int
+    reserved_bytes: int = 0
 
     @property
     def dropped(self) -> tuple[Rung, ...]:
@@ -32,6 +36,8 @@ class CaptureReport:
             f"{len(self.rungs) - len(self.dropped)} of {len(self.rungs)} buckets captured in {self.seconds:.2f} s: "
             f"{self.measured_bytes:,} bytes, {self.forecast_bytes:,} were forecast."
         ]
+        if self.reserved_bytes:
+            lines.append(f"Break functions take {self.reserved_bytes:,} bytes beside that.")
         return "\n".join([*lines, *(f"{rung.rows} is dropped: {rung.error}" for rung in self.dropped)])
 
 
@@ -72,7 +78,10 @@ def capture(
         if collecting:
             gc.enable()
     measured = sum(program.measured_bytes for program in padded)
-    return CaptureReport(tuple(rungs), sum(rung.seconds for rung in rungs), forecast, measured)
+    # Graphs of one model call the same functions, each of which takes its memory once.
+    reserves = {reserve for program in padded for reserve in program.plan.reserves}
+    reserved = sum(reserve.bytes for reserve in reserves)
+    return CaptureReport(tuple(rungs), sum(rung.seconds for rung in rungs), forecast, measured, reserved)
 
 
 def admission(compiled: Callable[..., Any], batch: Batch | None = None, **fields: Any) -> Admission:

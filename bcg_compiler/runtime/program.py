@@ -509,7 +509,7 @@ class Program:
     def forecast_bytes(self) -> int:
         """What the captures so far were forecast to hold, in bytes; 0 where a size of theirs cannot be told."""
         try:
-            return forecast_ladder(self.plan, self._captured).total
+            return forecast_ladder(self.plan, self._captured).captures
         except KeyError:
             return 0
 
@@ -525,7 +525,7 @@ class Program:
     @property
     def planned_bytes(self) -> int:
         """What those captures are forecast to hold, in bytes."""
-        return forecast_ladder(self.plan, [bucket.symbols for bucket in self.planned]).total
+        return forecast_ladder(self.plan, [bucket.symbols for bucket in self.planned]).captures
 
     def use_ladder(self, ladder: Ladder) -> None:
         """Take another ladder: captures of the old one go. If there was none before, a call must follow."""
