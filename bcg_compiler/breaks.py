@@ -85,7 +85,8 @@ class Break:
             number = getattr(self, declared)
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise BreakArgumentError(
-                    f"Break {self.name!r} declares {declared}={number!r}; it must be a whole number of at least {least}."
+                    f"Break {self.name!r} declares {declared}={number!r}; "
+                    f"it must be a whole number of at least {least}."
                 )
         try:
             found = list(inspect.signature(self.fn).parameters.values())
@@ -321,8 +322,8 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
                           places: the buffers of a communication library. A term of the memory forecast.
     ``bucket_multiple``   every bucket of a ladder must be a multiple of this: the body cannot take other row counts.
 
-    Raises ``BreakArgumentError`` for a live object, an unknown ``reason`` or a number out of range, ``BreakGradError`` under grad mode for a
-    tensor that requires grad, ``BreakMutationError`` for an undeclared write.
+    Raises ``BreakArgumentError`` for a live object, an unknown ``reason`` or a number out of range, ``BreakGradError``
+    under grad mode for a tensor that requires grad, ``BreakMutationError`` for an undeclared write.
     """
     if fn is None:
         return functools.partial(_declare, **declared)

@@ -60,7 +60,8 @@ class Options:
     compiler. All others share code in which the sizes are open."""
 
     bucket_multiple: int = 1
-    """Every bucket is rounded up to a multiple of this (8 for DeepEP: other sizes can hang its capture)."""
+    """Every bucket is rounded up to a multiple of this, and of what break functions declare (8 for DeepEP: other sizes
+    can hang its capture)."""
 
     max_padding_factor: float = 2.0
     """A bucket larger than so many times the live rows is not used, the first bucket excepted."""

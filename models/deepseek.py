@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from bcg_compiler.models.layers.all_to_all import AllToAll
 from bcg_compiler.models.layers.basic import Embedding, GatedMLP, Linear, RMSNorm
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.expert_parallel import open_all_to_all
 from bcg_compiler.models.layers.flashinfer import LatentShape
 from bcg_compiler.models.layers.indexer import Indexer
 from bcg_compiler.models.layers.mla import LatentAttention
-from bcg_compiler.models.layers.moe import MoE, Routing
+from bcg_compiler.models.layers.moe import ExpertParallel, MoE, Routing
 from bcg_compiler.models.layers.planned import PlannedLatentAttention, planned_latent_attention
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig
 
@@ -154,7 +157,13 @@ class DecoderLayer(nn.Module):
     """Attention and an MLP or experts, each behind a norm and added to what goes in."""
 
     def __init__(
-        self, config: DeepseekConfig, layer: int, planned: PlannedLatentAttention | None, pages: int, page_size: int
+        self,
+        config: DeepseekConfig,
+        layer: int,
+        planned: PlannedLatentAttention | None,
+        pages: int,
+        page_size: int,
+        parallel: ExpertParallel,
     ) -> None:
         super().__init__()
         indexer = None
@@ -189,7 +198,7 @@ class DecoderLayer(nn.Module):
         )
         self.mlp: nn.Module
         if config.sparse[layer]:
-            self.mlp = MoE(config.hidden, config.expert_width, config.shared_experts, config.routing)
+            self.mlp = MoE(config.hidden, config.expert_width, config.shared_experts, config.routing, parallel)
         else:
             self.mlp = GatedMLP(config.hidden, config.mlp_width, config.mlp_bias)
         self.input_layernorm = RMSNorm(config.hidden, config.eps)
@@ -207,7 +216,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """All layers: ids to hidden states."""
 
-    def __init__(self, config: DeepseekConfig, pages: int, page_size: int) -> None:
+    def __init__(self, config: DeepseekConfig, pages: int, page_size: int, parallel: ExpertParallel) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab, config.hidden)
         planned = None
@@ -225,7 +234,9 @@ class Decoder(nn.Module):
                     like.device,
                 )
             )
-        self.layers = nn.ModuleList(DecoderLayer(config, i, planned, pages, page_size) for i in range(config.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, planned, pages, page_size, parallel) for i in range(config.layers)
+        )
         self.norm = RMSNorm(config.hidden, config.eps)
         self.rotary = Rotary(config.rotary)
 
@@ -243,13 +254,24 @@ class Deepseek(nn.Module):
     """The language model. Call it while a batch is published: ``with batch.published(): model(ids, batch.positions)``.
 
     Parameters have the names of a Hugging Face checkpoint. Every layer's cache has ``pages`` pages of ``page_size``.
+    ``all_to_all`` and ``group`` share the routed experts out over ranks, see ``open_all_to_all``.
     """
 
-    def __init__(self, fields: Mapping[str, Any], *, pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        *,
+        pages: int,
+        page_size: int,
+        all_to_all: str | AllToAll = "none",
+        group: ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         config = DeepseekConfig.of(fields)
         self.config = config
-        self.model = Decoder(config, pages, page_size)
+        experts = config.routing.experts
+        backend = open_all_to_all(all_to_all, experts=experts, hidden=config.hidden, group=group)
+        self.model = Decoder(config, pages, page_size, ExpertParallel.over(backend))
         self.lm_head = Linear(config.hidden, config.vocab)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight

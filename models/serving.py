@@ -37,25 +37,31 @@ def empty(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     fp8_index: bool = False,
+    **parallel: Any,
 ) -> nn.Module:
     """A model of the configuration with weights that hold nothing: for "meta", or to be filled.
 
     ``fields`` are those of a ``config.json``. ``fp8_index``: the caches of indexers hold 8 bits a number, as those of
-    published models do; chosen tokens are then not quite those of transformers. Raises ``ModelError`` for a family that
-    is not here, with the nearest, and for ``fp8_index`` without an indexer.
+    published models do; chosen tokens are then not quite those of transformers. ``parallel``: ``all_to_all`` and
+    ``group``, which share the routed experts out over ranks (``layers.expert_parallel.open_all_to_all``). Raises
+    ``ModelError`` for a family that is not here, with the nearest, and for ``fp8_index`` without an indexer.
     """
     family = str(fields.get("model_type"))
     if family not in FAMILIES:
         near = difflib.get_close_matches(family, FAMILIES)
         offered = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}."
         raise ModelError(f"There is no serving model of the family {family!r}; {offered}")
+    if parallel and FAMILIES[family] is not Deepseek:
+        raise ModelError(
+            f"The experts of a {family} are not shared out over ranks yet: leave out {' and '.join(parallel)}."
+        )
     if pages < 1 or page_size < 1:
         raise ModelError(f"A cache needs at least one page of one token: pages={pages}, page_size={page_size}.")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = FAMILIES[family](fields, pages=pages, page_size=page_size).eval()
+            model = FAMILIES[family](fields, pages=pages, page_size=page_size, **parallel).eval()
     finally:
         torch.set_default_dtype(before)
     indexers = [module for module in model.modules() if isinstance(module, Indexer)]
@@ -89,11 +95,13 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     fp8_index: bool = False,
+    **parallel: Any,
 ) -> nn.Module:
     """A model with the weights of a Hugging Face folder: ``config.json`` and safetensors, in one file or several.
 
-    ``dtype``: that of the configuration unless given; ``fp8_index`` as of ``empty``. Raises ``ModelError`` if the
-    family is not here, or the tensors are not those of the configuration (see ``load_weights``).
+    ``dtype``: that of the configuration unless given; ``fp8_index`` and ``parallel`` as of ``empty``: a rank loads the
+    experts that it holds. Raises ``ModelError`` if the family is not here, or the tensors are not those of the
+    configuration (see ``load_weights``).
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -102,7 +110,8 @@ def load(
     fields = json.loads(path.read_text())
     if dtype is None:
         dtype = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    model = empty(fields, pages=pages, page_size=page_size, device=device, dtype=dtype, fp8_index=fp8_index)
+    sizes = dict(pages=pages, page_size=page_size)
+    model = empty(fields, **sizes, device=device, dtype=dtype, fp8_index=fp8_index, **parallel)
     # Layers behind the last one predict several tokens at once: they are a model of their own.
     count = fields["num_hidden_layers"]
     more = fields.get("num_nextn_predict_layers") or 0

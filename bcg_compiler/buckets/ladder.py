@@ -244,9 +244,9 @@ class Ladder:
     ) -> FittedLadder:
         """Drop rungs until the ladder's bytes keep within a budget, and say which ones and what each costs.
 
-        ``cost`` gives the bytes of a bucket; those of several add up. ``reserve_bytes`` of the budget are for what break
-        functions take for themselves (``plan.reserves``), and no rung gets them. The rungs that save the fewest padded tokens on
-        ``lengths`` for their bytes go; the ceiling stays (``choose.keep_within``).
+        ``cost`` gives the bytes of a bucket; those of several add up. ``reserve_bytes`` of the budget are for what
+        break functions take for themselves (``plan.reserves``), and no rung gets them. The rungs that save the fewest
+        padded tokens on ``lengths`` for their bytes go; the ceiling stays (``choose.keep_within``).
         """
         budget = _whole("byte_budget", byte_budget, least=0, most=None)
         reserve = _whole("reserve_bytes", reserve_bytes, least=0, most=None)

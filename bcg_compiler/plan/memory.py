@@ -1,6 +1,6 @@
 """How much memory the captures of a plan take, as far as the plan tells. All numbers are bytes.
 
-Counted are the slots, the bridges, the pool of the segments, and what break functions say that they take for themselves.
+Counted are the slots, the bridges, the pool of the segments, and what break functions declare to take for themselves.
 Not counted is what no tensor shows: workspaces that kernels and cuBLAS take for themselves, the graphs, and what breaks
 allocate while they run.
 """

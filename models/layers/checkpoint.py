@@ -23,10 +23,13 @@ _PLAIN = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint goes: its shape there, and the function that puts it into the model."""
+    """Where one tensor of a checkpoint goes: its shape there, and the function that puts it into the model.
+
+    Without a function it goes nowhere: another rank holds it, and only its name is looked at.
+    """
 
     shape: tuple[int, ...]
-    put: Callable[[torch.Tensor], object]
+    put: Callable[[torch.Tensor], object] | None
 
 
 def load_weights(model: nn.Module, folder: Path, ignored: Callable[[str], bool] = lambda name: False) -> None:
@@ -54,7 +57,7 @@ def load_weights(model: nn.Module, folder: Path, ignored: Callable[[str], bool] 
     if not wrong:
         for path in files:
             with safe_open(path, framework="pt") as opened:
-                for name in (name for name, where in found.items() if where == path):
+                for name in (name for name, where in found.items() if where == path and places[name].put):
                     wrong += _put(name, places[name], opened.get_tensor(name))
     if wrong:
         raise ModelError(f"The checkpoint {folder.name} does not fit its configuration:{_listed(wrong)}")
@@ -82,7 +85,7 @@ def _put(name: str, place: Place, tensor: torch.Tensor) -> Iterable[str]:
         yield f"of another shape: {name} is {list(tensor.shape)} and not {list(place.shape)}"
     elif tensor.dtype not in _PLAIN:
         yield f"of another type: {name} is {str(tensor.dtype).removeprefix('torch.')}, which is not loaded"
-    else:
+    elif place.put is not None:
         with torch.no_grad():
             place.put(tensor)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,35 +10,66 @@ import torch.nn.functional as F
 from torch import nn
 
 import bcg_compiler as bcg
+from bcg_compiler.models.layers.all_to_all import AllToAll, Shard
 from bcg_compiler.models.layers.basic import GatedMLP
-from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.checkpoint import Place
 from bcg_compiler.models.layers.errors import ModelError
-from bcg_compiler.models.layers.kernels import kernel
+from bcg_compiler.models.layers.expert_parallel import through_experts
+
+RoutedExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-@bcg.eager_break(reason="a2a_moe", mutates_args=("out",), reads_live_rows=True)
-def routed_experts(
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Send each live row to its experts, run them, and bring back the weighted sum: one break, as its sizes are data.
+def routed_experts_over(backend: AllToAll) -> RoutedExperts:
+    """The break that sends each live row to its experts, runs them, and brings back the weighted sum.
 
-    ``hidden`` and ``out`` ``[rows, hidden]``, ``ids`` int64 and ``weights`` float32 ``[rows, chosen]``, ``gate_up``
-    ``[experts, 2 * width, hidden]``, ``down`` ``[experts, hidden, width]``. Only plain routing crosses the break.
+    It is made once for all layers of a model: the backend is a live object and no argument of a break, and how the
+    break behaves at capture is the backend's to say.
     """
 
-    def expert(i: int, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(rows, gate_up[i]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, down[i])
+    def routed_experts(
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """``hidden`` and ``out`` ``[rows, hidden]``, ``ids`` int64 and ``weights`` float32 ``[rows, chosen]``.
 
-    live = slice(live_batch(hidden).tokens)
-    run = kernel("experts", hidden.device).run
-    run(hidden[live], ids[live], weights[live], expert, gate_up.shape[0], out[live])
+        ``gate_up`` ``[experts of this rank, 2 * width, hidden]``, ``down`` ``[experts of this rank, hidden, width]``.
+        Only plain routing crosses the break.
+        """
+
+        def expert(i: int, rows: torch.Tensor) -> torch.Tensor:
+            gate, up = F.linear(rows, gate_up[i]).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, down[i])
+
+        through_experts(backend, hidden, ids, weights, expert, out)
+
+    # The name of a break stands in the plan: not where Python happens to have made it.
+    routed_experts.__qualname__ = "routed_experts"
+    return bcg.eager_break(
+        reason="a2a_moe",
+        mutates_args=("out",),
+        reads_live_rows=True,
+        capture_stub=backend.stub,
+        barrier=backend.barrier,
+        reserve_bytes=backend.reserve_bytes,
+        bucket_multiple=backend.bucket_multiple,
+    )(routed_experts)
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """How a model runs its routed experts: which of them this rank holds, and the break, one for all layers."""
+
+    shard: Shard
+    run: RoutedExperts
+
+    @classmethod
+    def over(cls, backend: AllToAll) -> ExpertParallel:
+        """Over the ranks of a backend."""
+        return cls(backend.shard, routed_experts_over(backend))
 
 
 @dataclass(frozen=True)
@@ -116,37 +147,45 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of the routed experts, all in two tensors."""
+    """The weights of the routed experts that this rank holds, all in two tensors."""
 
-    def __init__(self, count: int, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, parallel: ExpertParallel) -> None:
         super().__init__()
+        self.shard, self.run = parallel.shard, parallel.run
+        count = self.shard.count
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, width), requires_grad=False)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``x`` ``[rows, hidden]``, ``ids`` and ``weights`` of ``Router``; ``[rows, hidden]``."""
         out = torch.empty_like(x)
-        routed_experts(x, ids, weights, self.gate_up_proj, self.down_proj, out)
+        self.run(x, ids, weights, self.gate_up_proj, self.down_proj, out)
         return out
 
     def checkpoint_places(self) -> Mapping[str, Place]:
-        """A checkpoint holds the three matrices of each expert as tensors of their own."""
-        count, hidden, width = self.down_proj.shape
+        """A checkpoint holds the three matrices of each expert as tensors of their own; those of others stay there."""
+        _, hidden, width = self.down_proj.shape
         places = {}
-        for i in range(count):
-            places[f"{i}.gate_proj.weight"] = Place((width, hidden), self.gate_up_proj[i, :width].copy_)
-            places[f"{i}.up_proj.weight"] = Place((width, hidden), self.gate_up_proj[i, width:].copy_)
-            places[f"{i}.down_proj.weight"] = Place((hidden, width), self.down_proj[i].copy_)
+        for i in range(self.shard.experts):
+            local = i - self.shard.first
+            mine = 0 <= local < self.shard.count
+            places[f"{i}.gate_proj.weight"] = Place(
+                (width, hidden), self.gate_up_proj[local, :width].copy_ if mine else None
+            )
+            places[f"{i}.up_proj.weight"] = Place(
+                (width, hidden), self.gate_up_proj[local, width:].copy_ if mine else None
+            )
+            places[f"{i}.down_proj.weight"] = Place((hidden, width), self.down_proj[local].copy_ if mine else None)
         return places
 
 
 class MoE(nn.Module):
     """Routed experts plus the shared ones."""
 
-    def __init__(self, hidden: int, width: int, shared: int, routing: Routing) -> None:
+    def __init__(self, hidden: int, width: int, shared: int, routing: Routing, parallel: ExpertParallel) -> None:
         super().__init__()
         self.gate = Router(hidden, routing)
-        self.experts = Experts(routing.experts, hidden, width)
+        self.experts = Experts(hidden, width, parallel)
         self.shared_experts = GatedMLP(hidden, width * shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -109,13 +109,14 @@ def experts(
     """The weighted sum of what its chosen experts make of each token.
 
     ``hidden`` and ``out`` ``[tokens, hidden]``, ``ids`` and ``weights`` ``[tokens, chosen]``; ``expert(i, rows)`` is
-    expert ``i`` of ``count`` on some rows. How many rows each gets is read on the host.
+    expert ``i`` of ``count`` on some rows. An id of -1 is an expert of another rank. How many rows each gets is read on
+    the host.
     """
     pairs = ids.flatten()
     order = pairs.argsort(stable=True)
-    counts = pairs.bincount(minlength=count).tolist()
+    elsewhere, *counts = (pairs + 1).bincount(minlength=count + 1).tolist()
     out.zero_()
-    for i, part in enumerate(order.split(counts)):
+    for i, part in enumerate(order[elsewhere:].split(counts)):
         if len(part):
             rows = part // ids.shape[1]
             made = expert(i, hidden[rows]) * weights.flatten()[part, None]

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import bcg_compiler as bcg
+from bcg_compiler.models.layers.all_to_all import SingleRank
 from bcg_compiler.models.layers.errors import ModelError
-from bcg_compiler.models.layers.moe import Experts, Routing
+from bcg_compiler.models.layers.moe import ExpertParallel, Experts, Routing
 from bcg_compiler.models.layers.pages import PagePool
 
 POSSIBLE = dict(
@@ -32,7 +33,7 @@ def test_routing_that_cannot_be_is_refused(changed: dict[str, int], says: str) -
 
 def test_experts_are_what_a_loop_over_tokens_gives() -> None:
     torch.manual_seed(0)
-    experts = Experts(4, 8, 6)
+    experts = Experts(8, 6, ExpertParallel.over(SingleRank(4)))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     x, weights = torch.randn(7, 8), torch.rand(7, 2)
