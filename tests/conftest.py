@@ -6,9 +6,11 @@ All else that a test compares stays as strict as it is: shapes, strides, dtypes,
 written, in which order breaks run, and errors.
 """
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -110,6 +112,25 @@ def _close(one: "Tensor", other: "Tensor") -> bool:
     finite = other[other.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 1.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: ``text`` is that of the file ``golden/<name>.txt`` beside the test.
+
+    With ``BCG_UPDATE_GOLDEN=1`` in the environment the file becomes the text.
+    """
+    folder = request.path.parent / "golden"
+
+    def check(name: str, text: str) -> None:
+        path: Path = folder / f"{name}.txt"
+        if os.environ.get("BCG_UPDATE_GOLDEN") == "1":
+            folder.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.is_file(), f"{path} is not there; write it with BCG_UPDATE_GOLDEN=1"
+        assert text == path.read_text(), f"another text than {path}; see CONTRIBUTING.md for how to accept it"
+
+    return check
 
 
 @pytest.fixture

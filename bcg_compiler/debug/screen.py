@@ -72,7 +72,7 @@ def steps_table(plan: Plan) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
     table.add_column("where", overflow="fold")
-    for block in fold([_key(step) for step in plan.steps]):
+    for block in fold([step_key(step) for step in plan.steps]):
         for position in range(block.period):
             same = plan.steps[block.start + position :: block.period][: block.repeats]
             table.add_row(*_row(same), style="" if same[0].kind == "segment" else "yellow")
@@ -93,7 +93,7 @@ def _row(same: Sequence[Step]) -> tuple[str, ...]:
     return (number, step.kind, str(len(step.nodes)), str(step.kernels), step.unit, where)
 
 
-def _key(step: Step) -> Hashable:
+def step_key(step: Step) -> Hashable:
     """Steps of equal keys look alike in the table."""
     reasons = tuple((r.code, r.op) for r in step.reasons)
     return step.kind, len(step.nodes), step.kernels, step.unit, _ops(step) if step.kind == "break" else "", reasons
