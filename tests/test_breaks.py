@@ -409,7 +409,7 @@ def test_the_plan_shows_what_a_break_is_declared_to_be() -> None:
         return doubled(attend((x + 1).sin()).cos().tan()).cos() + 1
 
     x = torch.randn(4)
-    compiled = full(fn)
+    compiled = full(fn, min_segment_kernels=1)
     assert torch.equal(compiled(x), fn(x))
     assert bcg.stats(compiled).reasons == {"attention": 1, "eager_break": 1}
 

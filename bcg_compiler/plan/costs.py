@@ -23,10 +23,9 @@ class Island:
 class LaunchCosts:
     """What steps cost beyond the work of their kernels, in µs.
 
-    The defaults are those of one NVIDIA H200 with torch 2.11 (``docs/bench.md``, "Host time of a replay" and "Replay");
-    ``op_us`` and ``bridge_us`` are at the lower end of what eager operations take there. ``bench/launch_costs.py``
-    measures all of them. They are the same on every machine: ranks must agree on a plan, and the hosts of one cluster
-    differ from minute to minute. What decides are ratios, which differ less.
+    The defaults are what ``bench/launch_costs.py`` measured on one NVIDIA H200 with torch 2.11 (``docs/bench.md``). They
+    are the same on every machine: ranks must agree on a plan, and the hosts of one cluster differ from minute to
+    minute. What decides are ratios, which differ less.
 
     ``graph_us``   of the host: launch a graph
     ``edge_us``    of the device: between the end of a graph and a kernel that is launched behind it, or the other way
@@ -35,11 +34,11 @@ class LaunchCosts:
     ``break_us``   of the host: one more break step
     """
 
-    graph_us: float = 2.9
-    edge_us: float = 3.0
-    op_us: float = 5.0
-    bridge_us: float = 5.0
-    break_us: float = 0.7
+    graph_us: float = 2.5
+    edge_us: float = 1.8
+    op_us: float = 7.4
+    bridge_us: float = 5.6
+    break_us: float = 1.0
 
     def captured(self, island: Island) -> float:
         """What a captured segment costs. Host and device count alike: which of them a model waits for is not known."""

@@ -48,7 +48,7 @@ def test_no_weights_are_made() -> None:
     found = plan_model("deepseek_v3", layers=5, config=full_size)
     (plan,) = found.plans
     assert plan is not None
-    assert len(plan.breaks) == 4
+    assert len(plan.breaks) == 8
     assert any("7168" in dim for value in plan.values for spec in value.specs for dim in spec.shape)
 
 
@@ -64,11 +64,11 @@ def test_deep_models_are_folded_and_their_layers_are_one_unit() -> None:
     found = plan_model("deepseek_v3", layers=6)
     (plan,) = found.plans
     assert plan is not None
-    assert (len(plan.segments), plan.unique_units, len(plan.breaks)) == (6, 3, 5)
+    assert (len(plan.segments), plan.unique_units, len(plan.breaks)) == (11, 4, 10)
     text = printed(found)
-    assert "these 2 steps 4 times, up to step 8" in text
+    assert "these 4 steps 4 times, up to step 16" in text
     assert "model.layers.{1…4}.mlp.experts" in text
-    assert screen.steps_table(plan).row_count == 6
+    assert screen.steps_table(plan).row_count == 10
 
 
 @pytest.mark.nightly
@@ -76,8 +76,8 @@ def test_61_layers() -> None:
     found = plan_model("deepseek_v3", layers=61)
     (plan,) = found.plans
     assert plan is not None
-    assert (len(plan.segments), plan.unique_units, len(plan.breaks)) == (61, 3, 60)
-    assert screen.steps_table(plan).row_count == 6
+    assert (len(plan.segments), plan.unique_units, len(plan.breaks)) == (121, 4, 120)
+    assert screen.steps_table(plan).row_count == 10
 
 
 def printed(found: Explanation) -> str:

@@ -16,6 +16,9 @@ from bcg_compiler.runtime import Stats
 
 pytestmark = pytest.mark.gpu
 
+#: These graphs are small: what launches cost would join their segments to breaks.
+ONE_KERNEL: dict[str, Any] = {"min_segment_kernels": 1}
+
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
@@ -47,7 +50,7 @@ def body(x: Tensor, w: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check(fn: Callable[..., Any], calls: list[tuple[Any, ...]], **options: Any) -> Stats:
-    compiled = torch.compile(fn, backend="bcg", options=options or None)
+    compiled = torch.compile(fn, backend="bcg", options={**ONE_KERNEL, **options})
     for args in calls:
         torch.testing.assert_close(compiled(*args), fn(*args), rtol=0, atol=0)
     return bcg.stats(compiled)
@@ -61,7 +64,7 @@ def test_replays_follow_values_and_addresses() -> None:
 
 def test_memory_allocated_between_calls_does_not_reach_the_pool() -> None:
     w = rand(64, 64)
-    compiled = torch.compile(body, backend="bcg")
+    compiled = torch.compile(body, backend="bcg", options=ONE_KERNEL)
     held = []
     with torch.inference_mode():
         for _ in range(20):
@@ -73,7 +76,7 @@ def test_memory_allocated_between_calls_does_not_reach_the_pool() -> None:
 
 def test_results_stay_after_later_replays() -> None:
     w = rand(8, 8)
-    compiled = torch.compile(body, backend="bcg")
+    compiled = torch.compile(body, backend="bcg", options=ONE_KERNEL)
     with torch.inference_mode():
         kept = [(compiled(x, w), body(x, w)) for x in (rand(4, 8) for _ in range(6))]
     for got, want in kept:
@@ -85,7 +88,7 @@ def test_random_numbers_are_those_of_eager() -> None:
         y = torch.nn.functional.dropout(x.sin() + 1, 0.5)
         return fresh_result(y) * torch.rand_like(x) + torch.randn_like(x)
 
-    compiled = torch.compile(fn, backend="bcg")
+    compiled = torch.compile(fn, backend="bcg", options=ONE_KERNEL)
     x = rand(33, 7)
     with torch.inference_mode():
         for seed in range(5):
@@ -98,7 +101,7 @@ def test_random_numbers_are_those_of_eager() -> None:
 
 def test_a_replay_without_breaks_never_synchronises() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).cuda()
-    compiled = torch.compile(model, backend="bcg")
+    compiled = torch.compile(model, backend="bcg", options=ONE_KERNEL)
     x = rand(4, 8)
     with torch.inference_mode():
         for _ in range(3):
@@ -145,7 +148,9 @@ swallow = spoiling("swallow", lambda x: x.sum().item())
 
 def test_an_operation_that_swallows_its_error_is_the_one_that_breaks() -> None:
     """The next operation, which is innocent, raises instead."""
-    compiled = torch.compile(lambda x: swallow((x + 1).sin()).cos() * 2, backend="bcg", options={"capturable": NAMES})
+    compiled = torch.compile(
+        lambda x: swallow((x + 1).sin()).cos() * 2, backend="bcg", options={"capturable": NAMES, **ONE_KERNEL}
+    )
     x = rand(4)
     with torch.inference_mode():
         for _ in range(5):
@@ -175,7 +180,9 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
         return torch.empty(1 << 20, device="cuda").data_ptr() == address
 
     compiled = torch.compile(
-        lambda x: swallow((x + torch.rand_like(x)).sin()).cos() * 2, backend="bcg", options={"capturable": NAMES}
+        lambda x: swallow((x + torch.rand_like(x)).sin()).cos() * 2,
+        backend="bcg",
+        options={"capturable": NAMES, **ONE_KERNEL},
     )
     reserved = []
     for _ in range(3):
@@ -240,9 +247,6 @@ def test_a_side_stream_that_is_not_joined_is_refused_by_name() -> None:
     torch.randn(3, device="cuda")
 
 
-ONE_KERNEL = {"min_segment_kernels": 1}
-
-
 def test_streams_of_the_model_give_the_numbers_of_eager() -> None:
     def fn(x: Tensor) -> Tensor:
         current = torch.cuda.current_stream()
@@ -280,7 +284,7 @@ def test_a_wait_for_the_caller_s_stream_is_done_at_each_replay() -> None:
 def test_a_call_inside_of_the_caller_s_own_capture_becomes_part_of_it() -> None:
     """No capture can start there, and a graph that holds memory of ours would outlive it."""
     w = rand(8, 8)
-    compiled = torch.compile(body, backend="bcg")
+    compiled = torch.compile(body, backend="bcg", options=ONE_KERNEL)
     with torch.inference_mode():
         x = rand(4, 8)
         for _ in range(3):
@@ -298,7 +302,7 @@ def test_a_call_inside_of_the_caller_s_own_capture_becomes_part_of_it() -> None:
 
 def test_a_call_on_another_stream_waits_for_the_last_replay() -> None:
     w = rand(512, 512)
-    compiled = torch.compile(body, backend="bcg")
+    compiled = torch.compile(body, backend="bcg", options=ONE_KERNEL)
     streams = [torch.cuda.Stream() for _ in range(3)]
     with torch.inference_mode():
         inputs = [rand(512, 512) for _ in range(30)]
@@ -353,7 +357,7 @@ def test_reset_and_the_death_of_the_model_free_memory(how: str) -> None:
     for round_ in range(2):  # libraries allocate in the first
         before = live()
         model = Big().cuda()
-        compiled = torch.compile(model, backend="bcg")
+        compiled = torch.compile(model, backend="bcg", options=ONE_KERNEL)
         with torch.inference_mode():
             for _ in range(3):
                 compiled(x)
@@ -371,7 +375,7 @@ def test_reset_and_the_death_of_the_model_free_memory(how: str) -> None:
 
 def test_out_of_memory_in_a_capture_runs_eagerly_with_the_reason() -> None:
     w = rand(8, 8)
-    compiled = torch.compile(body, backend="bcg")
+    compiled = torch.compile(body, backend="bcg", options=ONE_KERNEL)
     with torch.inference_mode():
         x = rand(4, 8)
         compiled(x, w)
@@ -394,7 +398,7 @@ def test_architectures_give_the_bits_of_their_graph(name: str, dtype: torch.dtyp
     the bits to match are those of Dynamo's graph run as it is.
     """
     model = zoo.build(name, device="cuda", dtype=dtype)
-    compiled = torch.compile(model.model, backend="bcg")
+    compiled = torch.compile(model.model, backend="bcg", options=ONE_KERNEL)
     reference = torch.compile(model.model, backend="eager")
     generator = torch.Generator().manual_seed(1)
     for length in (24, 24, 24, 70, 70, 24):

@@ -68,7 +68,9 @@ class Layers(torch.nn.Module):
 def check(model: Callable[[Tensor], Tensor], calls: int = 6, **options: Any) -> bcg.Plan:
     bcg.reset()
     compiled = torch.compile(
-        model, backend="bcg", options={"dual_stream": True, "segment_compiler": "eager", **options}
+        model,
+        backend="bcg",
+        options={"dual_stream": True, "segment_compiler": "eager", "min_segment_kernels": 1, **options},
     )
     with torch.inference_mode():
         for _ in range(calls):

@@ -127,7 +127,9 @@ class Compiled:
         torch._dynamo.mark_dynamic(x, 0)
         with bcg.forward_context(lengths=list(lengths), batch=bcg.Batch(rows=rows, requests=len(lengths))):
             got = self.compiled(x)
-        assert torch.equal(got, want), f"batch {lengths}"
+        # On a GPU another number of rows may mean another kernel, which sums in another order.
+        same = torch.equal(got, want) if x.device.type == "cpu" else torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+        assert same, f"batch {lengths}"
         return [rows for rows, capturing in _planned[before:] if not capturing]
 
     @property

@@ -85,7 +85,9 @@ def test_what_a_stub_returns_fills_the_buffer_that_the_next_segment_was_captured
     def narrow(x: Tensor) -> Tensor:
         return x + 1
 
-    run = torch.compile(lambda x: narrow(x.sin() * 2).cos() + 1, backend="bcg", dynamic=dynamic)
+    run = torch.compile(
+        lambda x: narrow(x.sin() * 2).cos() + 1, backend="bcg", dynamic=dynamic, options={"min_segment_kernels": 1}
+    )
     run(rand())
     with pytest.raises(bcg.BcgError, match=text):
         run(rand())
