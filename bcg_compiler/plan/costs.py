@@ -23,8 +23,8 @@ class Island:
 class LaunchCosts:
     """What steps cost beyond the work of their kernels, in µs.
 
-    The defaults are what ``bench/launch_costs.py`` measured on one NVIDIA H200 with torch 2.11 (``docs/bench.md``). They
-    are the same on every machine: ranks must agree on a plan, and the hosts of one cluster differ from minute to
+    The defaults are what ``bench/launch_costs.py`` measured on one NVIDIA H200 with torch 2.11 (``docs/bench.md``).
+    They are the same on every machine: ranks must agree on a plan, and the hosts of one cluster differ from minute to
     minute. What decides are ratios, which differ less.
 
     ``graph_us``   of the host: launch a graph
