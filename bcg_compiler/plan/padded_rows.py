@@ -77,6 +77,23 @@ class PaddedRows:
             open_ = {symbol for size in sizes for symbol in symbols_in(size)} - known
             if open_:
                 return Reason("open_number", f"a size of {value.name} depends on {min(open_)}")
+        return self._number_beside_rows(plan)
+
+    def _number_beside_rows(self, plan: Plan) -> Reason | None:
+        """A number of the caller's may be the number of live rows, such as a size that was read before Dynamo cut the
+        graph. An operation would tie it to the rows; what a body is given would have other rows than its neighbours.
+        """
+        given_as_numbers = (symbols_in(value.size) for value in map(plan.value, plan.inputs) if value.size)
+        numbers = frozenset().union(*given_as_numbers) - set(symbol_sources(plan, tensors_only=True))
+        for node, facts in self._graph.facts.items() if numbers else ():
+            given = [f for f in map(self._graph.producer_facts, node.all_input_nodes) if f is not None]
+            if not facts.opaque or not any(map(self._has_rows, given)):
+                continue
+            for other in given:
+                sizes = (size for spec in map(self._symbols.spec, other.specs) for size in spec.shape)
+                if any(not numbers.isdisjoint(symbols_in(size)) for size in sizes):
+                    text = f"{facts} is given rows, and {other}, whose size depends on a number of the caller's"
+                    return Reason("open_number", text)
         return None
 
     def _unclear_tail(self, plan: Plan) -> Reason | None:

@@ -166,6 +166,53 @@ def test_a_size_that_is_returned_is_exact_whatever_the_user_says_of_rows(padded:
     assert pair.plan.padding is not None  # that is the caller's own number
 
 
+@bcg.eager_break(mutates_args=("out",), reads_live_rows=True)
+def double(x: Tensor, out: Tensor) -> None:
+    assert x.shape == out.shape
+    out.copy_(2 * x)
+
+
+def test_a_break_is_not_given_rows_of_the_bucket_beside_a_buffer_of_the_live_ones() -> None:
+    """A buffer that was sized by a number of the caller's had the live rows, and what a body got beside it those of the
+    bucket: ``torch.mul(x, 2, out=out)`` then gave results of the bucket's rows, and a kernel would write beyond it.
+    """
+
+    def fn(x: Tensor, n: int) -> Tensor:
+        out = x.new_empty(n, 4)
+        double(x.sin() + 1, out)
+        return out.cos()
+
+    options = {"capture": "emulated", "ladder": [8, 16], "token_dim": "x:0"}
+    compiled = torch.compile(fn, backend="bcg", dynamic=True, options=options)
+    for n in (5, 7, 5, 5, 7):
+        x = rows(n)
+        torch.testing.assert_close(compiled(x, n), fn(x, n))
+    (program,) = bcg.programs_of(compiled)
+    assert program.plan.unpadded is not None and program.plan.unpadded.code == "open_number"
+    assert "double is given rows, and" in program.plan.unpadded.text
+    assert bcg.stats(compiled).replays == 3
+
+
+def test_a_size_that_was_read_before_a_graph_break_counts_as_a_number() -> None:
+    """As above: ``x`` is no input of the second graph, its size is."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin() + 1
+        torch._dynamo.graph_break()
+        out = torch.empty(x.shape[0], 4)
+        double(y + 1, out)
+        return out.cos()
+
+    compiled = torch.compile(fn, backend="bcg", options={"capture": "emulated", "ladder": [8, 16]})
+    for n in (5, 7, 9, 5, 5, 7):
+        x = rows(n)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), fn(x))
+    first, *_, last = bcg.programs_of(compiled)
+    assert first.plan.padding is not None
+    assert last.plan.unpadded is not None and last.plan.unpadded.code == "open_number"
+
+
 def test_the_user_s_word_stands_in_for_a_proof(padded: Any) -> None:
     """The tail is zero, so that a sum over rows happens to be right."""
     pair = padded(lambda x: x + x.sum(0), assume_rows_independent=True, close=True)
