@@ -17,6 +17,8 @@ from bcg_compiler.compat.fake import object_at
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+#: The models of this package are users of the compiler: theirs are lines to show.
+_MODELS_DIR = os.path.join(_OWN_DIR, "models") + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _MODULES = re.compile(r"\._modules\['([^']*)'\]|\._modules\[\"([^\"]*)\"\]")
 _MEMBERS = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
@@ -90,12 +92,12 @@ def module_classes_of(node: Node) -> tuple[tuple[str, str], ...]:
 
 
 def user_frame(node: Node) -> tuple[str, int, str] | None:
-    """(file, line, text) of the innermost frame outside torch and this package that a node was traced from."""
+    """(file, line, text) of the innermost frame outside torch and the compiler that a node was traced from."""
     lines = (node.meta.get("stack_trace") or "").splitlines()
     found = None
     for index, line in enumerate(lines):
         match = _FRAME.match(line)
-        if match and not match["file"].startswith((_TORCH_DIR, _OWN_DIR)):
+        if match and (match["file"].startswith(_MODELS_DIR) or not match["file"].startswith((_TORCH_DIR, _OWN_DIR))):
             text = lines[index + 1].strip() if index + 1 < len(lines) else ""
             found = (match["file"], int(match["line"]), "" if _FRAME.match(text) else text)
     return found

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
+import bcg_compiler as bcg  # noqa: E402
 from bcg_compiler.models import serving, zoo  # noqa: E402
 from bcg_compiler.models.layers.checkpoint import places_of  # noqa: E402
 from bcg_compiler.models.layers.errors import ModelError  # noqa: E402
@@ -189,3 +190,16 @@ def test_a_model_of_full_size_needs_no_memory_on_meta(name: str) -> None:
     assert len(model.model.layers) in (61, 78) and 600 < billions < 800  # type: ignore[union-attr,arg-type]
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert len(places_of(model)) > 256 * 3 * 58
+
+
+def test_breaks_of_the_models_here_are_shown_with_their_line() -> None:
+    """Frames of the whole package were left out, its models included: every break had an unknown line."""
+    built: Any = zoo.build("deepseek_v3", layers=2)
+    model = serving.build(built.model.config.to_dict(), **SIZES)
+    compiled = torch.compile(model, backend="bcg", options={"capture": "off"})
+    batch = serving.page_pool(model).prefill({0: 5})
+    with batch.published():
+        compiled(torch.arange(3, 8), batch.positions)
+    (program,) = bcg.programs_of(compiled)
+    lines = [reason.source for step in program.plan.breaks for reason in step.reasons]
+    assert lines and all(line is not None and "/models/layers/" in line.file for line in lines)
