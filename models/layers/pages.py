@@ -57,6 +57,8 @@ class PagePool:
         return batch
 
     def free(self, request: Hashable) -> None:
-        """Take back the pages of a request that has ended."""
+        """Take back the pages of a request that has ended. Raises ``ModelError`` for one that has none."""
+        if request not in self._owned:
+            raise ModelError(f"Request {request!r} has no pages: it was never prefilled, or is freed already.")
         self._free += self._owned.pop(request)
         del self._tokens[request]

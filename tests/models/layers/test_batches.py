@@ -51,6 +51,8 @@ def test_a_pool_extends_requests_and_takes_pages_back() -> None:
     with pytest.raises(ModelError, match="needs 1 more pages of 4 tokens, and 0 of 4 are free"):
         pool.prefill({"b": 1})
     pool.free("a")
+    with pytest.raises(ModelError, match="Request 'a' has no pages"):
+        pool.free("a")
     assert pool.prefill({"b": 1, "c": 8}).page_table.tolist() == [[2, 0], [1, 3]]
 
 
