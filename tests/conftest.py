@@ -6,6 +6,7 @@ All else that a test compares stays as strict as it is: shapes, strides, dtypes,
 written, in which order breaks run, and errors.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in on_gpu:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_looked_at_again() -> None:
+    """Tests collect garbage, to see that models die: in a process that has imported transformers that takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -446,11 +446,18 @@ def programs(draw: Any) -> str:
     return "def program(a):\n    " + "\n    ".join([*lines, f"return {values[-1]}, b"])
 
 
-def test_random_programs_judged_safe_are_safe(facts_of: Collect) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.nightly)])
+def test_random_programs_judged_safe_are_safe(facts_of: Collect, examples: int) -> None:
     """Whatever the verdict rests on, it must hold when the program is run."""
     kinds: list[str] = []
 
-    @settings(max_examples=80, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(text=programs())
     def example(text: str) -> None:
         note(text)

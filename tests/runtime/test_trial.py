@@ -60,7 +60,9 @@ def _spoilable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check(fn: Callable[..., Any], calls: int = 5) -> Program:
     """Compare calls with eager, each on new values, and give the program."""
-    compiled = torch.compile(fn, backend="bcg", fullgraph=True, options={"capturable": capturable})
+    compiled = torch.compile(
+        fn, backend="bcg", fullgraph=True, options={"capturable": capturable, "min_segment_kernels": 2}
+    )
     for _ in range(calls):
         x = torch.randn(3, 4)
         want = fn(x)
