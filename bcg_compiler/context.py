@@ -40,7 +40,7 @@ class ForwardContext:
             return self._fields[name]
         except KeyError:
             raise ContextError(
-                f"The forward context has no field {name!r}. {nearest(name, self._fields)} "
+                f"The forward context has no field {name!r}. {nearest(name, [field for field in self._fields if field != PLANNED])} "
                 f"Set it with bcg.forward_context({name}=...)."
             ) from None
 

@@ -181,7 +181,8 @@ EAGER_UNITS = {
 UNPADDED = {
     "no_token_dim": Meaning(
         "no size that the graph leaves open is the number of tokens",
-        'Mark it, torch._dynamo.mark_dynamic(input_ids, 1), or name it in options={"token_dim": ...}. A prompt of one '
+        "Mark the dimension of tokens, torch._dynamo.mark_dynamic(input_ids, 1), or 0 where tokens are flattened; or "
+        'name it in options={"token_dim": ...}. A prompt of one '
         "token, and a model that makes a constant of the number, are compiled for one length only.",
     ),
     "held_rows": Meaning(
