@@ -39,8 +39,9 @@ class ForwardContext:
         try:
             return self._fields[name]
         except KeyError:
+            known = [field for field in self._fields if field != PLANNED]
             raise ContextError(
-                f"The forward context has no field {name!r}. {nearest(name, [field for field in self._fields if field != PLANNED])} "
+                f"The forward context has no field {name!r}. {nearest(name, known)} "
                 f"Set it with bcg.forward_context({name}=...)."
             ) from None
 

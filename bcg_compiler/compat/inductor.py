@@ -8,6 +8,8 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
+from bcg_compiler.compat.fake import FakeTensor, size_conditions
+
 
 def tracing_context() -> TracingContext | None:
     """The context of the trace that a backend is called in; compiles after it must be done in it, too."""
@@ -38,7 +40,12 @@ def compile_graph(
     # standalone_compile asks for kernels that are tuned while it compiles, for artifacts that are moved to another
     # machine: they are compiled one after the other, and once more for the tuning.
     when_tuned = {"config_patches": {"triton.autotune_at_compile_time": tuned}}
-    with ambient, torch.no_grad():
+    # Inductor's caches keep with a graph what it takes for granted of sizes that are inputs of their own. Here sizes are
+    # those of tensors: for x[:5] code that was made for five rows or more would be found for four, too.
+    modes = dict.fromkeys(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    granted = "; ".join(condition for mode in modes for condition in size_conditions(mode))
+    caches = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} {granted}")
+    with ambient, caches, torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=when_tuned)
 
 

@@ -162,7 +162,7 @@ EAGER_UNITS = {
     "unit_reshapes": Meaning("the shape of a value that it is given is changed in place", "Use a view instead."),
     "unit_storage": Meaning("the graph addresses the storage behind a value that it is given, or gives", ""),
     "unit_odd_input": Meaning(
-        "it is given a value that is conjugated or negated lazily, sparse, quantized, or of a subclass",
+        "it is given a value that is conjugated or negated lazily, sparse, quantized, of a subclass, or expanded",
         "Call resolve_conj() or resolve_neg() where the value is made.",
     ),
     "unit_sizes": Meaning(

@@ -331,6 +331,8 @@ def why_not(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node],
         return "unit_storage"  # what lies around a view is not there, or elsewhere, when a compiler has been at it
     if any(_is_odd(graph.fakes.get(nodes[ordinal])) for ordinal in unit.inputs):
         return "unit_odd_input"
+    if any(nodes[o].op == "placeholder" and _is_expanded(graph.fakes.get(nodes[o])) for o in unit.inputs):
+        return "unit_odd_input"  # the memory that it is copied to for a replay has other strides
     return ""
 
 
@@ -339,6 +341,16 @@ def _is_odd(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     return not is_plain(value) or is_traceable_wrapper_subclass(value) or value.is_conj() or value.is_neg()
+
+
+def _is_expanded(value: Any) -> bool:
+    """Whether several elements of a tensor are one in memory because it has a stride of 0."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return any(
+        isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 1)
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
 
 
 def _guards(graph: AnnotatedGraph) -> int:

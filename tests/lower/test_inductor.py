@@ -216,3 +216,16 @@ def test_inductor_is_the_default_where_it_wins(
     """On CUDA with Triton; who asks for something gets it."""
     monkeypatch.setattr(backend, "find_spec", lambda name: name if triton else None)
     assert choose_compiler(Options.parse(asked), on_cuda=on_cuda) == chosen
+
+
+def test_code_for_other_sizes_is_not_found_in_the_caches() -> None:
+    """Code of a graph for five rows or more was taken, by its text, for that of four: it gave five rows, silently."""
+
+    def first_five(x: Tensor) -> Tensor:
+        return x[:5] * 2
+
+    compiled = torch.compile(first_five, backend="bcg", dynamic=True, options=OPTIONS)
+    with torch.no_grad():
+        for rows in (6, 7, 12, 4, 3, 5):
+            x = torch.randn(rows, 4)
+            assert torch.equal(compiled(x), first_five(x))
