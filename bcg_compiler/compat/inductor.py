@@ -40,11 +40,12 @@ def compile_graph(
     # standalone_compile asks for kernels that are tuned while it compiles, for artifacts that are moved to another
     # machine: they are compiled one after the other, and once more for the tuning.
     when_tuned = {"config_patches": {"triton.autotune_at_compile_time": tuned}}
-    # Inductor's caches keep with a graph what it takes for granted of sizes that are inputs of their own. Here sizes are
+    # Inductor's caches keep with a graph what it takes for granted of sizes that are inputs of their own. Here they are
     # those of tensors: for x[:5] code that was made for five rows or more would be found for four, too.
     modes = dict.fromkeys(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
     granted = "; ".join(condition for mode in modes for condition in size_conditions(mode))
-    caches = torch.compiler.config.patch(cache_key_tag=f"{torch.compiler.config.cache_key_tag} {granted}")
+    config: Any = torch.compiler.config  # its methods are not known to type checkers
+    caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
     with ambient, caches, torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=when_tuned)
 
