@@ -43,62 +43,26 @@ def saved(name: str, folder: Path, **kwargs: Any) -> Any:
     return model
 
 
-def tokens(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 256, (length,), generator=generator) for length in lengths]
-
-
-def expected(model: Any, prompts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts])
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_several_requests_and_of_chunks_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_of_several_requests_and_of_chunks_are_those_of_transformers(
+    serve: Any, name: str, tmp_path: Path
+) -> None:
     theirs = saved(name, tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ours = serving.load(tmp_path, pages=24, page_size=8)
     pool = serving.page_pool(ours)
-    prompts = tokens((40, 30, 1))
-    wanted = expected(theirs, prompts)
+    prompts = serve.tokens((40, 30, 1))
+    wanted = serve.expected(theirs, prompts)
     batch = pool.prefill({f"whole {i}": len(prompt) for i, prompt in enumerate(prompts)})
     with batch.published():
-        assert_close(ours(torch.cat(prompts), batch.positions), wanted)
-    found: list[list[torch.Tensor]] = [[], [], []]
-    at = [0, 0, 0]
+        serve.assert_close(ours(torch.cat(prompts), batch.positions), wanted)
     # Chunks begin and end within pages and windows; other requests come later; the last one is a decoding step.
-    for chunk in ({0: 13}, {0: 20, 1: 10}, {1: 20, 2: 1}, {0: 6}, {0: 1}):
-        batch = pool.prefill(chunk)
-        ids = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in chunk.items()])
-        with batch.published():
-            logits = ours(ids, batch.positions).split(list(chunk.values()))
-        for (i, new), part in zip(chunk.items(), logits, strict=True):
-            found[i].append(part)
-            at[i] += new
-    assert_close(torch.cat([part for parts in found for part in parts]), wanted)
+    chunks = ({0: 13}, {0: 20, 1: 10}, {1: 20, 2: 1}, {0: 6}, {0: 1})
+    serve.assert_close(serve.in_chunks(ours, pool, prompts, chunks), wanted)
 
 
 #: A batch of each, in turn: new requests, longer prefixes, other lengths, within a window and beyond.
 BATCHES = ({0: 9, 1: 5}, {0: 20, 2: 12}, {1: 3, 2: 1, 3: 24}, {3: 20, 4: 9}, {0: 1, 1: 1, 2: 1})
-
-
-def call(model: Any, pool: Any, requests: dict[int, int], seed: int, rows: int | None = None) -> torch.Tensor:
-    """Logits of the live rows of one batch; ``rows`` > its tokens: called as a runner calls it in a bucket."""
-    batch = pool.prefill(requests)
-    (ids,) = tokens((rows or batch.tokens,), seed)
-    positions = batch.positions.new_zeros(len(ids))
-    positions[: batch.tokens] = batch.positions
-    torch._dynamo.mark_dynamic(ids, 0)
-    torch._dynamo.mark_dynamic(positions, 0)
-    with batch.published():
-        if rows is None:
-            return model(ids, positions)
-        with bcg.forward_context(live_rows=batch.tokens):
-            ids[batch.tokens :] = 0
-            return model(ids, positions)[: batch.tokens]
 
 
 def pair(**options: Any) -> tuple[Any, Any, Any]:
@@ -107,11 +71,11 @@ def pair(**options: Any) -> tuple[Any, Any, Any]:
     return plain, other, torch.compile(other, backend="bcg", fullgraph=True, options={"capture": "emulated", **options})
 
 
-def test_compiled_equals_uncompiled_bit_for_bit() -> None:
+def test_compiled_equals_uncompiled_bit_for_bit(serve: Any) -> None:
     plain, other, compiled = pair()
     pools = serving.page_pool(plain), serving.page_pool(other)
     for seed, requests in enumerate((*BATCHES, BATCHES[0], BATCHES[0])):
-        assert torch.equal(call(compiled, pools[1], requests, seed), call(plain, pools[0], requests, seed))
+        assert torch.equal(serve.call(compiled, pools[1], requests, seed), serve.call(plain, pools[0], requests, seed))
     for (key, buffer), wanted in zip(other.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, wanted), key
     stats = bcg.stats(compiled)
@@ -120,13 +84,13 @@ def test_compiled_equals_uncompiled_bit_for_bit() -> None:
     assert (stats.segments, stats.breaks) == (2 * LAYERS + 1, 2 * LAYERS)
 
 
-def test_padded_rows_are_shown_never_to_reach_live_ones() -> None:
+def test_padded_rows_are_shown_never_to_reach_live_ones(serve: Any) -> None:
     plain, other, compiled = pair(ladder=[16, 32, 64])
     pools = serving.page_pool(plain), serving.page_pool(other)
     # The first call warms up, with its own rows. Matrix products of other sizes may add up in another order.
     for seed, (requests, bucket) in enumerate(zip(BATCHES, (None, 32, 32, 32, 16), strict=True)):
-        found = call(compiled, pools[1], requests, seed)
-        assert torch.equal(found, call(plain, pools[0], requests, seed, rows=bucket))
+        found = serve.call(compiled, pools[1], requests, seed)
+        assert torch.equal(found, serve.call(plain, pools[0], requests, seed, rows=bucket))
     (program,) = bcg.programs_of(compiled)
     assert program.plan is not None
     (rows,) = program.plan.rows

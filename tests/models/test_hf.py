@@ -57,67 +57,35 @@ def _clean(clean: None) -> Iterator[None]:
     yield
 
 
-def tokens(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 256, (length,), generator=generator) for length in lengths]
-
-
 def model_of(name: str, **config: Any) -> Any:
     return zoo.build(name, layers=2, config=config or None).model
 
 
-def expected(model: Any, prompts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts])
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
-
-
 @pytest.mark.parametrize("name", [name if name in SHORT else _nightly(name) for name in MODELS])
-def test_logits_of_several_requests_and_of_chunks_are_those_of_the_model_itself(name: str) -> None:
-    model, prompts = model_of(name), tokens((40, 30, 1))
-    wanted = expected(model, prompts)
+def test_logits_of_several_requests_and_of_chunks_are_those_of_the_model_itself(serve: Any, name: str) -> None:
+    model, prompts = model_of(name), serve.tokens((40, 30, 1))
+    wanted = serve.expected(model, prompts)
     served = hf.paged(model, pages=24, page_size=8)
     pool = serving.page_pool(served)
     batch = pool.prefill({f"whole {i}": len(prompt) for i, prompt in enumerate(prompts)})
     with batch.published():
-        assert_close(served(torch.cat(prompts), batch.positions), wanted)
-    found: list[list[torch.Tensor]] = [[], [], []]
-    at = [0, 0, 0]
+        serve.assert_close(served(torch.cat(prompts), batch.positions), wanted)
     # Chunks begin and end within pages and windows; other requests come later; the last one is a decoding step.
-    for chunk in ({0: 13}, {0: 20, 1: 10}, {1: 20, 2: 1}, {0: 6}, {0: 1}):
-        batch = pool.prefill(chunk)
-        ids = torch.cat([prompts[i][at[i] : at[i] + new] for i, new in chunk.items()])
-        with batch.published():
-            logits = served(ids, batch.positions).split(list(chunk.values()))
-        for (i, new), part in zip(chunk.items(), logits, strict=True):
-            found[i].append(part)
-            at[i] += new
-    assert_close(torch.cat([part for parts in found for part in parts]), wanted)
+    chunks = ({0: 13}, {0: 20, 1: 10}, {1: 20, 2: 1}, {0: 6}, {0: 1})
+    serve.assert_close(serve.in_chunks(served, pool, prompts, chunks), wanted)
 
 
 BATCHES = ({0: 9, 1: 5}, {0: 20, 2: 12}, {1: 3, 2: 1, 3: 24}, {3: 20, 4: 9}, {0: 9, 1: 5}, {0: 7, 1: 7})
 
 
-def call(model: Any, pool: Any, requests: dict[int, int], seed: int) -> torch.Tensor:
-    batch = pool.prefill(requests)
-    (ids,) = tokens((batch.tokens,), seed)
-    positions = batch.positions.clone()
-    torch._dynamo.mark_dynamic(ids, 0)
-    torch._dynamo.mark_dynamic(positions, 0)
-    with batch.published():
-        return model(ids, positions)
-
-
 @pytest.mark.parametrize("name", ["llama", *map(_nightly, ("gpt_oss", "mixtral", "qwen3"))])
-def test_compiled_equals_uncompiled_bit_for_bit(name: str) -> None:
+def test_compiled_equals_uncompiled_bit_for_bit(serve: Any, name: str) -> None:
     plain = hf.paged(model_of(name), pages=24, page_size=8)
     other = hf.paged(model_of(name), pages=24, page_size=8)
     compiled = torch.compile(other, backend="bcg", fullgraph=True, options={"capture": "emulated"})
     pools = serving.page_pool(plain), serving.page_pool(other)
     for seed, requests in enumerate(BATCHES):
-        assert torch.equal(call(compiled, pools[1], requests, seed), call(plain, pools[0], requests, seed))
+        assert torch.equal(serve.call(compiled, pools[1], requests, seed), serve.call(plain, pools[0], requests, seed))
     for (key, buffer), wanted in zip(other.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, wanted), key
     stats = bcg.stats(compiled)
@@ -125,10 +93,10 @@ def test_compiled_equals_uncompiled_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.nightly  # docs/paged-transformers.md shows the same of qwen3, at each run of the tests
-def test_a_model_of_dense_layers_has_one_break_a_layer_and_is_padded() -> None:
+def test_a_model_of_dense_layers_has_one_break_a_layer_and_is_padded(serve: Any) -> None:
     model = model_of("llama")
-    prompts = {requests: tokens((requests,), requests)[0] for requests in (11, 30, 16, 25)}
-    wanted = {rows: expected(model, [ids]) for rows, ids in prompts.items()}
+    prompts = {requests: serve.tokens((requests,), requests)[0] for requests in (11, 30, 16, 25)}
+    wanted = {rows: serve.expected(model, [ids]) for rows, ids in prompts.items()}
     served = hf.paged(model, pages=24, page_size=8)
     compiled = torch.compile(served, backend="bcg", fullgraph=True, options={"capture": "emulated", "ladder": [16, 32]})
     pool = serving.page_pool(served)
@@ -137,7 +105,7 @@ def test_a_model_of_dense_layers_has_one_break_a_layer_and_is_padded() -> None:
         torch._dynamo.mark_dynamic(ids, 0)
         torch._dynamo.mark_dynamic(batch.positions, 0)
         with batch.published():
-            assert_close(compiled(ids, batch.positions), wanted[rows])
+            serve.assert_close(compiled(ids, batch.positions), wanted[rows])
     stats = bcg.stats(compiled)
     assert (stats.segments, stats.breaks, stats.reasons) == (3, 2, {"attention": 2})
     assert (stats.eager_runs, stats.captures) == ({"warm_up": 1}, 2)
@@ -172,12 +140,12 @@ def test_a_window_that_is_not_the_one_of_the_mask_is_refused() -> None:
         assert not hf._sees_as_expected(sees, given)
 
 
-def test_a_folder_is_loaded(tmp_path: Path) -> None:
-    model, prompts = model_of("qwen3"), tokens((9, 4))
+def test_a_folder_is_loaded(serve: Any, tmp_path: Path) -> None:
+    model, prompts = model_of("qwen3"), serve.tokens((9, 4))
     model.save_pretrained(tmp_path)
     served = hf.load(tmp_path, pages=4, page_size=8)
     batch = serving.page_pool(served).prefill({0: 9, 1: 4})
     with batch.published():
-        assert_close(served(torch.cat(prompts), batch.positions), expected(copy.deepcopy(model), prompts))
+        serve.assert_close(served(torch.cat(prompts), batch.positions), serve.expected(copy.deepcopy(model), prompts))
     with pytest.raises(ModelError, match="pages=0"):
         hf.load(tmp_path, pages=0)
