@@ -14,31 +14,19 @@ Without a CUDA device there is no graph to launch: only the ratio of the eager o
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import host_us
 from torch import Tensor
 
 from bcg_compiler.plan.costs import Island, LaunchCosts
 
 FEW, MANY = 8, 72
 OPTIONS: dict[str, Any] = {"min_segment_kernels": 1, "segment_compiler": "eager"}
-
-
-def host_us(run: Callable[[], object], wait: Callable[[], None]) -> float:
-    """Median host time of one call in µs."""
-    times = []
-    for _ in range(220):
-        wait()
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    wait()
-    return statistics.median(times[20:]) * 1e6
 
 
 def slope(make: Callable[[int], Callable[[], object]], measure: Callable[[Callable[[], object]], float]) -> float:
@@ -70,7 +58,7 @@ def cuda_costs() -> LaunchCosts:
     graph = captured(lambda: x.sin())
 
     def host(run: Callable[[], object]) -> float:
-        return host_us(run, torch.cuda.synchronize)
+        return host_us(run)
 
     graph_us = slope(repeated("replay()", x=x, replay=graph.replay), host)
     op_us, bridge_us = eager_costs(x, host)

@@ -9,12 +9,11 @@ without waiting for the device: the median of 200 calls. Needs a GPU.
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import host_us
 from torch import Tensor, nn
 
 import bcg_compiler as bcg
@@ -54,18 +53,6 @@ def measure(breaks: int) -> dict[str, float]:
     stats = bcg.stats(compiled)
     assert stats.replays >= 200 and stats.segments == breaks + 1, stats
     return {"host_us": host, "first_calls_s": first}
-
-
-def host_us(call: Callable[[], Any]) -> float:
-    """Median of 200 calls, the device idle before each."""
-    times = []
-    for _ in range(220):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    return statistics.median(times[20:]) * 1e6
 
 
 @torch.inference_mode()

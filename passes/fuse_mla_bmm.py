@@ -107,7 +107,7 @@ def plan_fusion(graph: AnnotatedGraph, site: _Site, crossing: Crossing) -> MlaBm
             return Reason("odd_spelling", "its operands are not those of the batched matmul that it dispatches")
     (weight,) = weights
     (query,) = (n for n in operands if n is not weight)
-    ordinals = {n: f.ordinal for n, f in (*graph.input_facts.items(), *graph.facts.items())}
+    ordinals = {n: f.ordinal for n, f in graph.known.items()}
     return MlaBmmFusionPlan(
         matmul=facts.ordinal,
         query=ordinals[query],

@@ -57,6 +57,11 @@ class AnnotatedGraph:
         """The nodes that compute, in the order of the program."""
         return list(self.facts)
 
+    @property
+    def known(self) -> dict[Node, NodeFacts]:
+        """Facts of inputs and operations alike."""
+        return {**self.input_facts, **self.facts}
+
     def input_facts_of(self, ordinal: int) -> NodeFacts:
         """The facts of an input."""
         return next(facts for facts in self.input_facts.values() if facts.ordinal == ordinal)
@@ -71,7 +76,7 @@ class AnnotatedGraph:
     def renumber(self) -> None:
         """Give every node the ordinal of its place, after a pass has moved or added nodes and left facts for them."""
         order = {node: place for place, node in enumerate(self.module.graph.nodes)}
-        known = [(f.ordinal, n) for n, f in (*self.input_facts.items(), *self.facts.items())]
+        known = [(f.ordinal, n) for n, f in self.known.items()]
         new = {ordinal: order[node] for ordinal, node in (*known, *self.mode_nodes.items())}
 
         def renumbered(facts: NodeFacts) -> NodeFacts:

@@ -17,6 +17,7 @@ from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower.exact import exact_fakes
 from bcg_compiler.plan import CompileUnit, Plan
+from bcg_compiler.plan.memory import span
 
 log = logging.getLogger("bcg_compiler")
 
@@ -153,8 +154,7 @@ def _capturing() -> bool:
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (span * tensor.element_size() if tensor.numel() else 0)
+    return start, start + span(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 #: Who is to be called in place of compiled units, whose operations cannot be seen from outside.
@@ -196,7 +196,7 @@ class UnitCompiler:
 
     def units(self, graph: AnnotatedGraph, plan: Plan) -> dict[str, CompiledUnit]:
         """What is called for each unit, by its key; units that run as they are are left out."""
-        nodes = {f.ordinal: n for n, f in {**graph.input_facts, **graph.facts}.items()}
+        nodes = {f.ordinal: n for n, f in graph.known.items()}
         touched = Touched.of(graph.facts.values())
         wanted: dict[str, CompileUnit] = {}
         refused: dict[str, str] = {}
@@ -217,7 +217,7 @@ class UnitCompiler:
 
     def units_for(self, graph: AnnotatedGraph, plan: Plan, sizes: Mapping[str, int]) -> dict[str, CompiledUnit]:
         """The same, and those that depend on ``sizes``, by the symbols of the graph, are compiled for exactly these."""
-        nodes = {f.ordinal: n for n, f in {**graph.input_facts, **graph.facts}.items()}
+        nodes = {f.ordinal: n for n, f in graph.known.items()}
         found = self.units(graph, plan)
         for unit in {unit.key: unit for step in plan.segments for unit in step.units if unit.key in found}.values():
             fakes = exact_fakes(_fakes(graph, unit, nodes), graph.fake_mode, sizes)

@@ -42,7 +42,7 @@ class Writer:
     def __init__(
         self, graph: AnnotatedGraph, plan: Plan, of_break: Callable[[BoundBreak], Callable[..., Any]] = _itself
     ) -> None:
-        facts = {**graph.input_facts, **graph.facts}
+        facts = graph.known
         self.graph = graph
         self.plan = plan
         self.nodes = {f.ordinal: node for node, f in facts.items()}

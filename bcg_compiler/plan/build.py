@@ -57,9 +57,10 @@ class _Builder:
         self.members: dict[int, list[Node]] = {}
         for node, facts in graph.facts.items():
             self.members.setdefault(facts.group, []).append(node)
-        self.ordinals = {n: f.ordinal for n, f in {**graph.input_facts, **graph.facts}.items()}
-        self.specs = {n: f.specs for n, f in {**graph.input_facts, **graph.facts}.items()}
-        self.sizes = {n: f.size for n, f in {**graph.input_facts, **graph.facts}.items() if f.size}
+        known = graph.known
+        self.ordinals = {n: f.ordinal for n, f in known.items()}
+        self.specs = {n: f.specs for n, f in known.items()}
+        self.sizes = {n: f.size for n, f in known.items() if f.size}
         self.graph_symbols = SymbolNames()
         for node in self.specs:  # in the order of the graph, whatever is cut where
             self.graph_symbols.text(self.sizes.get(node, ""))

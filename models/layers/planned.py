@@ -7,7 +7,7 @@ plan share one object of this module.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -143,19 +143,23 @@ class Planner:
         return self.now
 
 
-def _plan(self: PlannedAttention | PlannedLatentAttention) -> None:
+def _plan(self: _Planned) -> None:
     self.planner.prepare()
 
 
-class PlannedAttention:
-    """Grouped-query attention for all layers of a shape. Hold it as long as what is compiled with it."""
+class _Planned:
+    """Attention for all layers of a shape. Hold it as long as what is compiled with it."""
 
-    def __init__(self, shape: flashinfer.PagedShape) -> None:
+    def __init__(self, shape: flashinfer.Shape) -> None:
         self.planner = Planner(shape)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedAttention:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A model's copy plans for itself."""
-        return PlannedAttention(self.planner.shape)  # type: ignore[arg-type]
+        return type(self)(self.planner.shape)
+
+
+class PlannedAttention(_Planned):
+    """Grouped-query attention, of a ``PagedShape``."""
 
     @bcg.eager_break(
         plan=_plan,
@@ -180,15 +184,8 @@ class PlannedAttention:
         now.run((query,), ((key_cache, value_cache),), out)
 
 
-class PlannedLatentAttention:
-    """Absorbed MLA to all tokens before, for all layers of a shape. Hold it as long as what is compiled with it."""
-
-    def __init__(self, shape: flashinfer.LatentShape) -> None:
-        self.planner = Planner(shape)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedLatentAttention:
-        """A model's copy plans for itself."""
-        return PlannedLatentAttention(self.planner.shape)  # type: ignore[arg-type]
+class PlannedLatentAttention(_Planned):
+    """Absorbed MLA to all tokens before, of a ``LatentShape``."""
 
     @bcg.eager_break(
         plan=_plan,
