@@ -14,7 +14,8 @@ from bcg_compiler.models.layers.attention import paged_attention
 from bcg_compiler.models.layers.basic import Embedding, Linear, RMSNorm
 from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.errors import ModelError
-from bcg_compiler.models.layers.kernels import kernel
+from bcg_compiler.models.layers.experts import ClampedExperts
+from bcg_compiler.models.layers.kernels import run
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig, rotate
 
 
@@ -23,7 +24,7 @@ class GptOssConfig:
     """The fields of a ``config.json`` that this model reads, under the names of this module.
 
     ``windows[i]`` is how many tokens a token of layer ``i`` sees, itself included; 0 for all before it. ``alpha`` and
-    ``limit`` are of the gate (``clamped_gate``). Raises ``ModelError`` for what cannot be.
+    ``limit`` are of the gate (``experts.clamped_gate``). Raises ``ModelError`` for what cannot be.
     """
 
     vocab: int
@@ -142,24 +143,9 @@ def clamped_experts(
     hidden, 2 * width]`` with a bias ``[experts, 2 * width]``, ``down`` ``[experts, width, hidden]`` with a bias
     ``[experts, hidden]``.
     """
-
-    def expert(i: int, rows: torch.Tensor) -> torch.Tensor:
-        inner = clamped_gate(torch.addmm(gate_up_bias[i], rows, gate_up[i]), alpha, limit)
-        return torch.addmm(down_bias[i], inner, down[i])
-
     live = slice(live_batch(hidden).tokens)
-    run = kernel("experts", hidden.device).run
-    run(hidden[live], ids[live], weights[live], expert, gate_up.shape[0], out[live])
-
-
-def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """The gated unit of GPT-OSS: ``(up + 1) * gate * sigmoid(alpha * gate)``, after a clamp at ``limit``.
-
-    ``gate_up`` ``[..., 2 * width]``, whose even entries are the gate (clamped from above only), and odd ones ``up``.
-    """
-    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
-    gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gate * alpha)
+    group = ClampedExperts(gate_up, gate_up_bias, down, down_bias, alpha, limit)
+    run("experts", hidden.device, hidden[live], ids[live], weights[live], group, out[live])
 
 
 class Experts(nn.Module):

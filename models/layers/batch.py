@@ -135,6 +135,12 @@ class PrefillBatch:
             start += length
         return tuple(found)
 
+    @functools.cached_property
+    def owners(self) -> torch.Tensor:
+        """Int64 ``[tokens]``: the request of each new token, found once for all layers."""
+        lengths = torch.tensor(self.lengths)
+        return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.page_table.device)
+
     def check_tokens(self, given: int) -> None:
         """Raise ``ModelError`` if the batch is not of a call of so many tokens."""
         if self.tokens != given:

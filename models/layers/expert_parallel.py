@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,8 @@ from bcg_compiler.models.layers.all_to_all_deepep import DeepEPAllToAll
 from bcg_compiler.models.layers.all_to_all_torch import TorchAllToAll
 from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.errors import ModelError
-from bcg_compiler.models.layers.kernels import kernel
+from bcg_compiler.models.layers.experts import ExpertGroup
+from bcg_compiler.models.layers.kernels import run
 
 #: The backends that are here, by name.
 NAMES = ("none", "torch", "deepep")
@@ -77,19 +77,18 @@ def through_experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    expert: Callable[[int, torch.Tensor], torch.Tensor],
+    group: ExpertGroup,
     out: torch.Tensor,
 ) -> None:
     """The body of a break of routed experts: send each live row to its experts, run them, bring back weighted sums.
 
-    ``hidden`` and ``out`` ``[rows, hidden]``, ``ids`` int64 and ``weights`` float32 ``[rows, chosen]``; ``expert(i,
-    rows)`` is expert ``i`` of this rank on some rows. Meanwhile, and no longer, the field ``all_to_all_mode`` of the
+    ``hidden`` and ``out`` ``[rows, hidden]``, ``ids`` int64 and ``weights`` float32 ``[rows, chosen]``; ``group`` are
+    the experts of this rank. Meanwhile, and no longer, the field ``all_to_all_mode`` of the
     forward context is the backend's: decoding keeps the mode of its own.
     """
     live = slice(live_batch(hidden).tokens)
     with bcg.forward_context(all_to_all_mode=backend.mode):
         received = backend.dispatch(hidden[live], ids[live], weights[live])
         rows = torch.empty_like(received.hidden)
-        run = kernel("experts", hidden.device).run
-        run(received.hidden, received.ids, received.weights, expert, backend.shard.count, rows)
+        run("experts", hidden.device, received.hidden, received.ids, received.weights, group, rows)
         backend.combine(rows, received, out[live])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bcg_compiler.models.layers import flashinfer, index_logits, reference, sparse
+from bcg_compiler.models.layers import flashinfer, grouped, index_logits, reference, sparse
 
 
 def _nothing(*args: Any) -> str:
@@ -55,7 +55,10 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         Kernel("triton fp8", index_logits.index_top_k, index_logits.unavailable, index_logits.refuses),
         Kernel("torch", reference.index_top_k),
     ),
-    "experts": (Kernel("torch", reference.experts),),
+    "experts": (
+        Kernel("torch grouped", grouped.experts, grouped.unavailable, grouped.refuses),
+        Kernel("torch", reference.experts),
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from bcg_compiler.models.layers.basic import GatedMLP
 from bcg_compiler.models.layers.checkpoint import Place
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.expert_parallel import through_experts
+from bcg_compiler.models.layers.experts import GatedExperts
 
 RoutedExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -39,12 +40,7 @@ def routed_experts_over(backend: AllToAll) -> RoutedExperts:
         ``gate_up`` ``[experts of this rank, 2 * width, hidden]``, ``down`` ``[experts of this rank, hidden, width]``.
         Only plain routing crosses the break.
         """
-
-        def expert(i: int, rows: torch.Tensor) -> torch.Tensor:
-            gate, up = F.linear(rows, gate_up[i]).chunk(2, -1)
-            return F.linear(F.silu(gate) * up, down[i])
-
-        through_experts(backend, hidden, ids, weights, expert, out)
+        through_experts(backend, hidden, ids, weights, GatedExperts(gate_up, down), out)
 
     # The name of a break stands in the plan: not where Python happens to have made it.
     routed_experts.__qualname__ = "routed_experts"

@@ -1,11 +1,12 @@
 """What breaks compute, in plain torch on any device. Each takes live rows only and writes into its last tensor."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from bcg_compiler.models.layers import cache, fp8
 from bcg_compiler.models.layers.batch import PrefillBatch, Request
+from bcg_compiler.models.layers.experts import ExpertGroup
 
 #: Scores that are held at once: a block of queries is as long as fits. 2^27 float32 are 512 MiB.
 _SCORES = 1 << 27
@@ -99,27 +100,21 @@ def all_before(batch: PrefillBatch, chosen: torch.Tensor) -> None:
 
 
 def experts(
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    expert: Callable[[int, torch.Tensor], torch.Tensor],
-    count: int,
-    out: torch.Tensor,
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: ExpertGroup, out: torch.Tensor
 ) -> None:
     """The weighted sum of what its chosen experts make of each token.
 
-    ``hidden`` and ``out`` ``[tokens, hidden]``, ``ids`` and ``weights`` ``[tokens, chosen]``; ``expert(i, rows)`` is
-    expert ``i`` of ``count`` on some rows. An id of -1 is an expert of another rank. How many rows each gets is read on
-    the host.
+    ``hidden`` and ``out`` ``[tokens, hidden]``, ``ids`` and ``weights`` ``[tokens, chosen]``; an id of -1 is an
+    expert of another rank, and counts nothing. How many rows each expert gets is read on the host.
     """
     pairs = ids.flatten()
     order = pairs.argsort(stable=True)
-    elsewhere, *counts = (pairs + 1).bincount(minlength=count + 1).tolist()
+    elsewhere, *counts = (pairs + 1).bincount(minlength=group.count + 1).tolist()
     out.zero_()
     for i, part in enumerate(order[elsewhere:].split(counts)):
         if len(part):
             rows = part // ids.shape[1]
-            made = expert(i, hidden[rows]) * weights.flatten()[part, None]
+            made = group.one(i, hidden[rows]) * weights.flatten()[part, None]
             out.index_add_(0, rows, made.to(out.dtype))
 
 

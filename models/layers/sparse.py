@@ -56,8 +56,7 @@ def mla_attention(
 
 def _slots(batch: PrefillBatch, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each chosen place its slot int64 ``[tokens, most]``, and whether the token looks at it."""
-    owners = torch.tensor([at for at, length in enumerate(batch.lengths) for _ in range(length)])
     seen = (chosen >= 0) & (chosen <= batch.positions[:, None])
     places = chosen.long().where(seen, 0)
-    pages = batch.page_table[owners.to(chosen.device)[:, None], places // batch.page_size]
+    pages = batch.page_table[batch.owners[:, None], places // batch.page_size]
     return pages.long() * batch.page_size + places % batch.page_size, seen

@@ -1,0 +1,46 @@
+"""Routed experts by grouped matrix products: a few kernels for all experts, and nothing that the host waits for.
+
+The reference reads on the host how many rows each expert gets, and then runs expert by expert.
+"""
+
+import torch
+
+from bcg_compiler.models.layers.experts import ExpertGroup
+
+
+def unavailable(device: torch.device) -> str:
+    """Why this is not used on a device; "" if it is."""
+    if device.type != "cuda" or torch.version.hip:
+        return "it is for NVIDIA GPUs; on a CPU results are those of the reference bit by bit"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "grouped products need a GPU of compute capability 8.0 or newer"
+    return ""
+
+
+def refuses(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: ExpertGroup, out: torch.Tensor
+) -> str:
+    """Why this cannot do such a call; "" if it can."""
+    if hidden.dtype != torch.bfloat16:
+        return f"grouped products are for bfloat16, not {hidden.dtype}"
+    if any(width % 8 for width in group.widths):
+        return f"the rows of experts, {' and '.join(map(str, group.widths))} wide, must be multiples of 8"
+    return ""
+
+
+def experts(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: ExpertGroup, out: torch.Tensor
+) -> None:
+    """``reference.experts``; the weighted sums are in float32."""
+    if not len(hidden):
+        return
+    count, chosen = group.count, ids.shape[1]
+    here = ids >= 0
+    # Rows for experts of other ranks go behind all others, where no group is.
+    owners, order = ids.where(here, count).flatten().sort(stable=True)
+    ends = torch.searchsorted(owners, torch.arange(1, count + 1, device=ids.device), out_int32=True)
+    made = group.grouped(hidden[order // chosen], ends, owners.clamp(max=count - 1))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    of_token = made[back].unflatten(0, ids.shape).masked_fill_(~here[..., None], 0)
+    out.copy_((of_token * weights[..., None].float()).sum(1))
