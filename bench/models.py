@@ -29,6 +29,7 @@ READY = "ready"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
+    "Dynamo alone": {"backend": "eager"},
     "reduce-overhead": {"mode": "reduce-overhead"},
     "bcg, eager": {"backend": "bcg", "options": {"segment_compiler": "eager"}},
     "bcg, Inductor": {"backend": "bcg", "options": {"segment_compiler": "inductor"}},

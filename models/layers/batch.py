@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,6 +141,11 @@ class PrefillBatch:
         """Int64 ``[tokens]``: the request of each new token, found once for all layers."""
         lengths = torch.tensor(self.lengths)
         return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.page_table.device)
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        """Int32 ``[requests + 1]``: the first new token of each request, and where the last one ends."""
+        return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32).to(self.page_table.device)
 
     def check_tokens(self, given: int) -> None:
         """Raise ``ModelError`` if the batch is not of a call of so many tokens."""

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from bcg_compiler.models.layers import fp8
-from bcg_compiler.models.layers.batch import PrefillBatch, Request
+from bcg_compiler.models.layers.batch import PrefillBatch
 
 #: Tokens and keys of a tile.
 TILE = 64, 128
@@ -43,53 +43,55 @@ def refuses(
 def index_top_k(
     batch: PrefillBatch, query: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, chosen: torch.Tensor
 ) -> None:
-    """``reference.index_top_k`` for a packed ``key_cache``."""
+    """``reference.index_top_k`` for a packed ``key_cache``: all requests at once."""
     values, scales = fp8.quantise(query)
     # relu(s * x) is s * relu(x) for a positive s: the scale of a query can go into its weight.
     weights = weights * scales
-    chosen.fill_(-1)
-    for request in batch.requests:
-        most = min(chosen.shape[1], request.context)
-        step = max(1, _LOGITS // request.context)
-        for start in range(request.start, request.stop, step):
-            rows = slice(start, min(start + step, request.stop))
-            first = request.prefix + start - request.start
-            best = index_logits(values[rows], weights[rows], key_cache, request, first).topk(most, dim=-1)
-            chosen[rows, :most] = best.indices.to(chosen.dtype).masked_fill(best.values == -torch.inf, -1)
+    most = min(chosen.shape[1], batch.longest_context)
+    chosen[:, most:].fill_(-1)
+    step = max(1, _LOGITS // batch.longest_context)
+    for start in range(0, batch.tokens, step):
+        rows = slice(start, min(start + step, batch.tokens))
+        best = index_logits(values, weights, key_cache, batch, rows).topk(most, dim=-1)
+        chosen[rows, :most] = best.indices.masked_fill_(best.values == -torch.inf, -1)
 
 
 def index_logits(
-    query: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, request: Request, first: int
+    query: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, batch: PrefillBatch, rows: slice
 ) -> torch.Tensor:
-    """``sum over heads of weight * relu(query · key)`` for each token of a request and each key of its context.
+    """``sum over heads of weight * relu(query · key)`` for some tokens of a batch and the keys of their requests.
 
-    ``query`` float8_e4m3 ``[tokens, heads, width]``, contiguous, the first token at place ``first``; ``weights``
-    float32 ``[tokens, heads]`` with the scales of the query in them; packed ``key_cache`` ``[pages, page_size, width +
-    4]``.
-    Float32 ``[tokens, context]``, -inf for what a token does not see.
+    ``query`` float8_e4m3 ``[tokens, heads, width]``, contiguous; ``weights`` float32 ``[tokens, heads]`` with the
+    scales of the query in them; packed ``key_cache`` ``[pages, page_size, width + 4]``. Float32 ``[tokens of rows,
+    longest context of the batch]``, -inf for what a token does not see.
     """
     from bcg_compiler.models.layers import index_kernel
 
-    tokens, heads, width = query.shape
+    _, heads, width = query.shape
     keys, scales = fp8.parts(key_cache.flatten(0, 1))
-    out = torch.empty(tokens, request.context, dtype=torch.float32, device=query.device)
-    grid = (-(-tokens // TILE[0]), -(-request.context // TILE[1]))
-    index_kernel.index_logits[grid](
+    longest = batch.longest_context
+    out = torch.empty(rows.stop - rows.start, longest, dtype=torch.float32, device=query.device)
+    tiles = -(-max(batch.lengths) // TILE[0])
+    index_kernel.index_logits[len(batch.lengths) * tiles, -(-longest // TILE[1])](
         query,
         weights,
         keys,
         scales,
-        request.slots,
+        batch.starts,
+        batch.positions,
+        batch.page_table,
         out,
-        tokens,
-        request.context,
-        first,
+        rows.start,
+        rows.stop,
+        longest,
+        tiles,
+        batch.page_table.stride(0),
         query.stride(0),
         weights.stride(0),
-        out.stride(0),
         ROW=key_cache.shape[2],
         HEADS=heads,
         WIDTH=width,
+        PAGE=batch.page_size,
         TOKENS=TILE[0],
         KEYS=TILE[1],
         num_warps=8,

@@ -48,6 +48,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         Kernel("torch", reference.mla_attention),
     ),
     "sparse_mla_attention": (
+        Kernel("triton", sparse.fused_mla_attention, sparse.fused_unavailable, sparse.fused_refuses),
         Kernel("torch gather", sparse.mla_attention, sparse.unavailable, sparse.refuses),
         Kernel("torch", reference.mla_attention),
     ),

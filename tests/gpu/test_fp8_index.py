@@ -35,7 +35,9 @@ def test_logits_are_those_of_plain_torch(width: int) -> None:
         rows = slice(request.start, request.stop)
         products = torch.einsum("thd,sd->ths", rounded[rows], fp8.unpack(cache.read(keys, request)))
         wanted = torch.einsum("ths,th->ts", products.relu(), weights[rows])
-        found = index_logits.index_logits(values[rows], (weights * scales)[rows], keys, request, request.prefix)
+        found = index_logits.index_logits(values, weights * scales, keys, batch, rows)
+        assert found[:, request.context :].isneginf().all()
+        found = found[:, : request.context]
         places = torch.arange(request.context, device="cuda")
         seen = places <= request.prefix + places[: rows.stop - rows.start, None]
         assert found.isneginf().equal(~seen)

@@ -68,8 +68,9 @@ def test_the_kernel_computes_the_logits_of_plain_torch(interpreted: None) -> Non
         wanted = (products.relu() * weights[rows, :, None]).sum(1)
         places = torch.arange(request.context)
         wanted = wanted.masked_fill(places > request.prefix + places[: rows.stop - rows.start, None], -torch.inf)
-        found = index_logits.index_logits(values[rows], (weights * scales)[rows], keys, request, request.prefix)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+        found = index_logits.index_logits(values, weights * scales, keys, batch, rows)
+        torch.testing.assert_close(found[:, : request.context], wanted, rtol=1e-5, atol=1e-4)
+        assert (found[:, request.context :] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("held", [1 << 27, 100])

@@ -1,5 +1,10 @@
 """MLA that gathers chosen tokens, against the reference that masks all others."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -30,6 +35,49 @@ def test_gathered_tokens_give_the_result_of_the_reference(held: int, monkeypatch
     chosen[-1, 0] = -1
     reference.mla_attention(batch, *queries, *caches, wanted, 0.3, chosen)
     torch.testing.assert_close(found, wanted)
+
+
+INTERPRETED = """
+import torch
+from bcg_compiler.models.layers import reference, sparse
+from bcg_compiler.models.layers.pages import PagePool
+
+torch.manual_seed(0)
+sparse._KEYS = 16  # several tiles
+for heads, most in ((5, 40), (20, 24)):
+    pool = PagePool(40, 4)
+    pool.prefill({0: 30, 1: 2})
+    batch = pool.prefill({1: 3, 2: 5, 0: 4})
+    chosen = torch.full((batch.tokens, most), -1, dtype=torch.int32)
+    for row, position in zip(chosen, batch.positions.tolist(), strict=True):
+        count = min(position + 1, most)
+        row[:count] = torch.randperm(position + 1)[:count]
+    caches = torch.randn(40, 4, 32), torch.randn(40, 4, 16)
+    queries = torch.randn(heads, batch.tokens, 32).transpose(0, 1), torch.randn(batch.tokens, heads, 16)
+    found, wanted = torch.full((2, batch.tokens, heads, 32), torch.nan)
+    sparse.fused_mla_attention(batch, *queries, *caches, found, 0.3, chosen)
+    reference.mla_attention(batch, *queries, *caches, wanted, 0.3, chosen)
+    torch.testing.assert_close(found, wanted)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: no interpreter")
+def test_the_kernel_gives_the_result_of_the_reference() -> None:
+    """In Triton's interpreter, which must be on when Triton is imported: in a process of its own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_the_kernel_cannot_do_is_told() -> None:
+    def why(rank: int, rotary: int, dtype: torch.dtype) -> str:
+        latent, turned = torch.empty(2, 3, rank, dtype=dtype), torch.empty(2, 3, rotary, dtype=dtype)
+        nothing = torch.empty(0)
+        return sparse.fused_refuses(None, latent, turned, nothing, nothing, nothing, 0.3, nothing)  # type: ignore[arg-type]
+
+    assert why(512, 64, torch.bfloat16) == ""
+    assert "are torch.float32" in why(512, 64, torch.float32)
+    assert "96 and 64 wide" in why(96, 64, torch.float16) and "1024 and 64" in why(1024, 64, torch.float16)
 
 
 def test_gathering_is_for_gpus_and_calls_where_not_all_tokens_are_chosen() -> None:
