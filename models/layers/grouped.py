@@ -39,7 +39,7 @@ def experts(
     # Rows for experts of other ranks go behind all others, where no group is.
     owners, order = ids.where(here, count).flatten().sort(stable=True)
     ends = torch.searchsorted(owners, torch.arange(1, count + 1, device=ids.device), out_int32=True)
-    made = group.grouped(hidden[order // chosen], ends, owners.clamp(max=count - 1))
+    made = group.grouped(hidden[order // chosen], ends, owners)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     of_token = made[back].unflatten(0, ids.shape).masked_fill_(~here[..., None], 0)

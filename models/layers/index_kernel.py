@@ -48,8 +48,9 @@ def index_logits(  # type: ignore[no-untyped-def]
         # Not tl.zeros: that is written in Triton itself, and interpreted only if the interpreter was on at its import.
         logits = tl.full((TOKENS, KEYS), 0.0, tl.float32)
         if tl.program_id(1) * KEYS <= last:  # else no token sees any key
-            page = tl.load(table + request * table_stride + place // PAGE, mask=place <= last, other=0)
-            slot = page.to(tl.int64) * PAGE + place % PAGE
+            # Without a mask: Triton would take what a masked load gives for aligned, and addresses are not.
+            seen = tl.minimum(place, last)
+            slot = tl.load(table + request * table_stride + seen // PAGE).to(tl.int64) * PAGE + seen % PAGE
             key = tl.load(keys + slot[None, :] * ROW + column[:, None])
             for head in range(HEADS):
                 rows = tl.load(

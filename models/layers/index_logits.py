@@ -44,15 +44,12 @@ def index_top_k(
     batch: PrefillBatch, query: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, chosen: torch.Tensor
 ) -> None:
     """``reference.index_top_k`` for a packed ``key_cache``: all requests at once."""
-    values, scales = fp8.quantise(query)
-    # relu(s * x) is s * relu(x) for a positive s: the scale of a query can go into its weight.
-    weights = weights * scales
     most = min(chosen.shape[1], batch.longest_context)
     chosen[:, most:].fill_(-1)
     step = max(1, _LOGITS // batch.longest_context)
     for start in range(0, batch.tokens, step):
         rows = slice(start, min(start + step, batch.tokens))
-        best = index_logits(values, weights, key_cache, batch, rows).topk(most, dim=-1)
+        best = index_logits(query, weights, key_cache, batch, rows).topk(most, dim=-1)
         chosen[rows, :most] = best.indices.masked_fill_(best.values == -torch.inf, -1)
 
 
@@ -61,9 +58,9 @@ def index_logits(
 ) -> torch.Tensor:
     """``sum over heads of weight * relu(query · key)`` for some tokens of a batch and the keys of their requests.
 
-    ``query`` float8_e4m3 ``[tokens, heads, width]``, contiguous; ``weights`` float32 ``[tokens, heads]`` with the
-    scales of the query in them; packed ``key_cache`` ``[pages, page_size, width + 4]``. Float32 ``[tokens of rows,
-    longest context of the batch]``, -inf for what a token does not see.
+    ``query`` float8_e4m3 ``[tokens, heads, width]``, contiguous; ``weights`` float32 ``[tokens, heads]``; packed
+    ``key_cache`` ``[pages, page_size, width + 4]``. Float32 ``[tokens of rows, longest context of the batch]``, -inf
+    for what a token does not see.
     """
     from bcg_compiler.models.layers import index_kernel
 

@@ -18,14 +18,14 @@ def choose_tokens(
     """Write the index keys, then choose for each live row the tokens with the highest index scores.
 
     ``query`` ``[rows, heads, width]``, ``key`` ``[rows, width]``, ``weights`` float32 ``[rows, heads]``, ``key_cache``
-    ``[pages, page_size, width]``, or packed rows (``fp8``). ``chosen`` int32 ``[rows, most]`` gets places in the
-    request, -1 behind the last one.
+    ``[pages, page_size, width]``. Where the cache holds packed rows (``fp8``), ``key`` is packed, and ``query``
+    float8_e4m3. ``chosen`` int32 ``[rows, most]`` gets places in the request, -1 behind the last one.
 
     Where all contexts of the batch have at most ``most`` tokens, all are chosen and no score is computed. That is
     decided here, at each call: captured, it would be frozen.
     """
     batch = live_batch(query, key_cache)
-    cache.write(key_cache, batch, fp8.pack(key) if fp8.is_packed(key_cache) else key)
+    cache.write(key_cache, batch, key)
     live = slice(batch.tokens)
     if batch.longest_context <= chosen.shape[1]:
         reference.all_before(batch, chosen[live])
@@ -105,7 +105,12 @@ class Indexer(nn.Module):
         query = self._rotated(self.wq_b(q_low).unflatten(-1, (self.heads, self.width)), angles)
         key = self._rotated(self.k_norm(self.wk(x))[:, None], angles)[:, 0]
         chosen = torch.empty(x.shape[0], self.most, dtype=torch.int32, device=x.device)
-        choose_tokens(query, key, self.weights_proj(x), self.key_cache, chosen)
+        weights = self.weights_proj(x)
+        if fp8.is_packed(self.key_cache):
+            # relu(s * x) is s * relu(x) for a positive s: the scale of a query can go into its weight.
+            query, scales = fp8.quantise(query)
+            key, weights = fp8.pack(key), weights * scales
+        choose_tokens(query, key, weights, self.key_cache, chosen)
         return chosen
 
     def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:

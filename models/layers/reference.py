@@ -74,16 +74,13 @@ def index_top_k(
     """The tokens with the highest index scores, ``sum over heads of weight * relu(query · key)``, for each token.
 
     ``query`` ``[tokens, heads, width]``, ``weights`` float32 ``[tokens, heads]``, ``key_cache`` ``[pages, page_size,
-    width]``, or packed rows (``fp8``): then queries are rounded to 8 bits too. ``chosen`` int32 ``[tokens, most]`` gets
-    places in the request, -1 behind the last one.
+    width]``, or packed rows (``fp8``): then queries are float8_e4m3, and what they are scaled by is in the weights.
+    ``chosen`` int32 ``[tokens, most]`` gets places in the request, -1 behind the last one.
     """
     chosen.fill_(-1)
-    packed = fp8.is_packed(key_cache)
-    if packed:
-        query = fp8.unpack(fp8.pack(query))
     for request in batch.requests:
         keys = cache.read(key_cache, request)
-        keys = fp8.unpack(keys) if packed else keys.float()
+        keys = fp8.unpack(keys) if fp8.is_packed(key_cache) else keys.float()
         most = min(chosen.shape[1], request.context)
         for rows, positions in _blocks(request, query.shape[1], query.device):
             products = torch.einsum("thd,sd->ths", query[rows].float(), keys).relu()

@@ -53,8 +53,10 @@ def test_chosen_tokens_are_nearly_those_of_plain_torch() -> None:
     key = torch.randn(batch.tokens, 128, device="cuda").bfloat16()
     weights = torch.rand(batch.tokens, HEADS, device="cuda")
     found, wanted = torch.empty(2, batch.tokens, most, dtype=torch.int32, device="cuda")
+    query, scales = fp8.quantise(query)
+    weights *= scales
     with batch.published():
-        indexer.choose_tokens(query, key, weights, keys, found)
+        indexer.choose_tokens(query, fp8.pack(key), weights, keys, found)
     reference.index_top_k(batch, query, weights, keys, wanted)
     assert kernels.kernel("index_top_k", query.device, batch, query, weights, keys, found).name == "triton fp8"
     assert (found >= 0).sum().equal((wanted >= 0).sum())

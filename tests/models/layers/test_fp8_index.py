@@ -80,8 +80,9 @@ def test_the_kernel_chooses_the_tokens_of_plain_torch(
     monkeypatch.setattr(index_logits, "_LOGITS", held)  # tokens block by block: the same result
     batch, query, weights, keys = filled()
     found, wanted = torch.empty(2, batch.tokens, 6, dtype=torch.int32)
-    index_logits.index_top_k(batch, query, weights, keys, found)
-    reference.index_top_k(batch, query, weights, keys, wanted)
+    values, scales = fp8.quantise(query)
+    index_logits.index_top_k(batch, values, weights * scales, keys, found)
+    reference.index_top_k(batch, values, weights * scales, keys, wanted)
     assert found.sort().values.equal(wanted.sort().values)
     assert (found == -1).any()
 
@@ -93,9 +94,10 @@ def test_most_of_the_tokens_that_float32_chooses_are_chosen() -> None:
     weights = torch.rand(90, HEADS, generator=generator)
     chosen = torch.empty(2, 90, 16, dtype=torch.int32)
     caches = torch.zeros(PAGES, PAGE, 64), torch.zeros(PAGES, PAGE, fp8.packed_width(64), dtype=torch.uint8)
-    for into, keys in zip(chosen, caches, strict=True):
-        with batch.published():
-            indexer.choose_tokens(query, key, weights, keys, into)
+    values, scales = fp8.quantise(query)
+    with batch.published():
+        indexer.choose_tokens(query, key, weights, caches[0], chosen[0])
+        indexer.choose_tokens(values, fp8.pack(key), weights * scales, caches[1], chosen[1])
     both = sum(len(set(a) & set(b)) for a, b in zip(chosen[0].tolist(), chosen[1].tolist(), strict=True))
     assert both >= 0.9 * sum(len(set(a)) for a in chosen[0].tolist())
 
