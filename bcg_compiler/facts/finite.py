@@ -61,6 +61,8 @@ class Finite:
         """Why this operation makes of finite numbers what is not."""
         if name in _WILD:
             return name
+        if _sees_other_bits(call):
+            return "a view as another type"
         if name in _OF_POSITIVE and not all(id(t) in self._positive for t in read):
             # The square root of 0 is 0.
             return "" if name == "sqrt" and all(id(t) in self._not_negative for t in read) else name
@@ -86,6 +88,8 @@ class Finite:
         return any(number in (float("inf"), float("-inf")) for number in numbers) or bool(tensors)
 
     def _sign(self, name: str, call: Recorded, read: Sequence[torch.Tensor], key: int) -> None:
+        if _sees_other_bits(call):
+            return
         args = call.args
         was_positive = bool(read) and id(read[0]) in self._positive
         was_not_negative = was_positive or (bool(read) and id(read[0]) in self._not_negative)
@@ -98,6 +102,11 @@ class Finite:
         kept = was_positive and (name == "rsqrt" or (name in _KEEPS and name != "cumsum"))
         if lifted or clamped or kept:
             self._positive.add(key)
+
+
+def _sees_other_bits(call: Recorded) -> bool:
+    """Whether it views memory as numbers of another type: finite ones may then be anything."""
+    return getattr(call.op, "_schema", None) is not None and call.op == torch.ops.aten.view.dtype
 
 
 def _positive_number(args: Sequence[Any]) -> bool:

@@ -273,7 +273,20 @@ def _moved_iota(op: Operation, values: list[Rows], rank: int) -> tuple[int, Size
 
 @_rule("view", "_unsafe_view", "_reshape_alias", "squeeze")
 def _reshaped(op: Operation) -> Rows:
+    if "dtype" in op.given:
+        return _of_other_bits(op)
     return reshape(op.rows("self"), op.shape())
+
+
+def _of_other_bits(op: Operation) -> Rows:
+    """The same memory as numbers of another type: of another size, the last dimension has more or fewer of them."""
+    value = op.rows("self")
+    if not value.dims:
+        return value.with_dims(())
+    if grows(value.dims[-1]) and op.given["self"].element_size() != op.results[0].element_size():
+        raise MixesError("a view as another type cuts through rows")
+    last = value.dims[-1] if grows(value.dims[-1]) else op.sizes.axis(op.shape()[-1])
+    return Rows((*value.dims[:-1], last), window=value.window, causal=value.causal)
 
 
 @_rule("unsqueeze")

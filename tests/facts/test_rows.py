@@ -144,6 +144,8 @@ ROW_WISE: dict[str, tuple[Callable[..., Any], Inputs]] = {
     "permuted": (lambda x: x.permute(2, 0, 1) + 1, batch),
     "heads_and_back": (lambda x: x.view(x.shape[0], 2, 2).transpose(0, 1).transpose(0, 1).reshape(x.shape[0], 4), rows),
     "batch_flattened_and_back": (lambda x: (x.view(-1, 4) @ W).view(2, -1, 6), batch),
+    "features_as_bytes": (lambda x: torch.cat([x, x.sum(-1, True)], -1).view(torch.uint8) + 1, rows),
+    "bytes_of_features_and_back": (lambda x: x.view(torch.int16).flip(-1).view(torch.float32).nan_to_num(), rows),
     "split_features": (lambda x: torch.cat([p * 2 for p in x.split(2, -1)], -1), rows),
     "unbound_features": (lambda x: x.unbind(1)[3] + x[:, 0], rows),
     "features_joined": (lambda x: torch.cat((x, x * 2), -1), rows),
@@ -291,6 +293,11 @@ MIXING: dict[str, tuple[Callable[..., Any], Inputs, str]] = {
         of_heads(lambda q, k, v: masked_by(torch.arange(1).expand(q.shape[-2]), q, k) @ v),
         heads,
         "softmax runs over all rows",
+    ),
+    "rows_as_bytes": (
+        lambda x: x.t().contiguous().view(torch.uint8),
+        rows,
+        "a view as another type cuts through rows",
     ),
     "two_rows_in_one": (lambda x: x.view(-1, 8), lambda n: (torch.randn(2 * n, 4),), ""),
     "convolution_that_looks_ahead": (

@@ -94,9 +94,10 @@ def fields_of(name: str) -> dict[str, Any]:
     return config.to_dict()
 
 
-def pair(name: str, **options: Any) -> tuple[Any, Any, Any]:
-    """A model, the same compiled, and its plan's programs once it has been called."""
-    plain, other = (serving.build(fields_of(name), pages=24, page_size=8, seed=1) for _ in range(2))
+def pair(name: str, fp8_index: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    """A model, the same once more, and that one compiled."""
+    sizes = dict(pages=24, page_size=8, seed=1)
+    plain, other = (serving.build(fields_of(name), **sizes, fp8_index=fp8_index) for _ in range(2))
     given = {"capture": "emulated", "segment_compiler": "eager", **options}
     return plain, other, torch.compile(other, backend="bcg", fullgraph=True, options=given)
 
@@ -150,3 +151,16 @@ def test_padded_rows_are_shown_never_to_reach_live_ones(serve: Any, name: str, a
     named = {op for step in BREAKS[name] for op in step}
     assert [[op for op in step if op in named] for step in steps] == BREAKS[name]
     assert bcg.stats(compiled).eager_runs == {"warm_up": 1}
+
+
+def test_an_index_of_8_bits_is_rounded_in_the_segment_and_padded(serve: Any, anew: None) -> None:
+    plain, other, compiled = pair("deepseek_v32", fp8_index=True, ladder=[16, 32, 64])
+    pools = serving.page_pool(plain), serving.page_pool(other)
+    for seed, (requests, bucket) in enumerate(zip(BATCHES, (None, 32, 32, 32, 16), strict=True)):
+        found = serve.call(compiled, pools[1], requests, seed)
+        assert torch.equal(found, serve.call(plain, pools[0], requests, seed, rows=bucket))
+    (program,) = bcg.programs_of(compiled)
+    assert not program.plan.unpadded
+    in_segments = {node.op for step in program.plan.segments for node in step.nodes}
+    in_breaks = {node.op for step in program.plan.steps if step.kind == "break" for node in step.nodes}
+    assert ".amax" in in_segments and ".amax" not in in_breaks

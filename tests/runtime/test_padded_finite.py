@@ -45,6 +45,7 @@ NOT_FINITE: dict[str, tuple[Callable[..., Any], str]] = {
     "division_by_a_sum": (linear_attention, "a division"),
     "product_of_rows": (lambda x: scores(x) @ (10 * x + 1e9).cumprod(0), "cumprod"),
     "root": (lambda x: scores(x) @ x.sum(-1, keepdim=True).rsqrt(), "rsqrt"),
+    "bits": (lambda x: scores(x) @ (x.view(torch.int32) * 1 + 1).view(torch.float32), "a view as another type"),
     "power": (lambda x: scores(x) @ x**-0.5, "pow"),
 }
 
