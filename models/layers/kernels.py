@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +64,16 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
 }
 
 
+@functools.cache
+def _unavailable(found: Kernel, device: torch.device) -> str:
+    """What is there is looked up once and not in each break: it takes longer than most of them."""
+    return found.unavailable(device)
+
+
 def kernel(operation: str, device: torch.device, *args: Any) -> Kernel:
     """The implementation in use on ``device``: for a call with ``args``; without them, for a call that all can do."""
     return next(
-        found for found in KERNELS[operation] if not found.unavailable(device) and not (args and found.refuses(*args))
+        found for found in KERNELS[operation] if not _unavailable(found, device) and not (args and found.refuses(*args))
     )
 
 
