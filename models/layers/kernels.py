@@ -64,22 +64,22 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
 }
 
 
-@functools.cache
-def _unavailable(found: Kernel, device: torch.device) -> str:
-    """What is there is looked up once and not in each break: it takes longer than most of them."""
-    return found.unavailable(device)
-
-
 def kernel(operation: str, device: torch.device, *args: Any) -> Kernel:
     """The implementation in use on ``device``: for a call with ``args``; without them, for a call that all can do."""
     return next(
-        found for found in KERNELS[operation] if not _unavailable(found, device) and not (args and found.refuses(*args))
+        found for found in KERNELS[operation] if not found.unavailable(device) and not (args and found.refuses(*args))
     )
+
+
+@functools.cache
+def _there(found: Kernel, device: torch.device) -> bool:
+    """To look what is installed takes longer than most breaks: it is done once."""
+    return not found.unavailable(device)
 
 
 def run(operation: str, device: torch.device, *args: Any) -> None:
     """Run an operation by the best implementation that can do this call."""
-    kernel(operation, device, *args).run(*args)
+    next(found for found in KERNELS[operation] if _there(found, device) and not found.refuses(*args)).run(*args)
 
 
 def in_use(device: torch.device | str) -> dict[str, str]:

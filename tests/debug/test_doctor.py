@@ -37,13 +37,15 @@ def test_doctor_on_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer, "_library", lambda: type("Library", (), {"__version__": "0.7.4"}))
-    monkeypatch.setattr(kernels.index_logits, "find_spec", lambda name: None)
+    for module in (kernels.index_logits, kernels.sparse):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "_version", lambda name: "" if name == "triton" else "1.0")
     found = examine()
     assert found.devices == ("H200, 141 GiB, compute capability 9.0",)
     assert found.kernels["mla_attention"] == {"flashinfer": "", "torch": ""}
-    slots, index = found.notes
+    slots, sparse, index = found.notes
     assert "Without Triton slots are filled one by one" in slots
+    assert "sparse_mla_attention does without triton: Triton is not installed" in sparse
     assert "index_top_k does without triton fp8: Triton is not installed" in index
 
 
