@@ -20,6 +20,10 @@ class AdmissionError(BcgError, ValueError):
     """A batch or limits that cannot be: what admission is asked about is checked when it is made."""
 
 
+class ParallelError(BcgError, ValueError):
+    """A layout over ranks that cannot be, or rows that are not those of the layout."""
+
+
 class RuleError(BcgError, ValueError):
     """A break rule that is malformed, names an unknown op, or matches nothing."""
 

@@ -28,6 +28,7 @@ Refusal = Literal[
     "few_rows",
     "too_long",
     "padding",
+    "cp_capacity",
     "requests",
     "prefix_chunks",
     "prefix",
@@ -49,6 +50,8 @@ class Batch:
 
     rows: int
     """Live tokens. 0 for a rank that has none while others work."""
+    local_rows: int | None = None
+    """Under context parallelism, the rows that each rank must have room for (``Zigzag.required``): alike on all."""
     requests: int | None = None
     prefix_lengths: tuple[int, ...] | None = None
     """Tokens of each request that were computed before: all 0 where there is no prefix."""
@@ -67,6 +70,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         _set(self, "rows", _whole("rows", self.rows))
+        if self.local_rows is not None:
+            _set(self, "local_rows", _whole("local_rows", self.local_rows))
         if self.requests is not None:
             _set(self, "requests", _whole("requests", self.requests))
         if self.prefix_lengths is not None:
@@ -115,6 +120,9 @@ class Limits:
     to 115 by 1.15, though in binary that is less. The first bucket is exempt."""
     least: int = 1
     """The fewest live rows that the program is right for (``RowVerdict.least``)."""
+    captured_rows: Mapping[int, int] | None = field(default=None, hash=False)
+    """Under context parallelism, bucket → rows of a rank that were captured for it; one that is not in it is not used.
+    ``None``: a bucket has room for as many rows as it has tokens."""
     max_requests: int | None = None
     """``None``: what is captured does not depend on their number."""
     max_prefix_chunks: int | None = None
@@ -137,6 +145,8 @@ class Limits:
     def __post_init__(self) -> None:
         _set(self, "_factor", _ratio(self.max_padding_factor))
         _set(self, "least", _whole("least", self.least))
+        if self.captured_rows is not None:
+            _set(self, "captured_rows", _captured_rows(self.captured_rows))
         if self.max_requests is not None:
             _set(self, "max_requests", _whole("max_requests", self.max_requests, least=1))
         if self.max_prefix_chunks is not None:
@@ -194,9 +204,16 @@ def admit(batch: Batch, buckets: Sequence[int], limits: Limits) -> Admission:
         text = f"rows is {rows}, above the last bucket, {buckets[-1]}: a larger bucket would hold them."
         return _refuse(rows, "too_long", text)
     bucket = buckets[at]
-    times, over = limits._factor
-    if at and bucket * over > rows * times:
+    if at and not _within_factor(bucket, rows, limits):
         return _refuse(rows, "padding", _padding(rows, bucket, limits))
+    if limits.captured_rows is not None:
+        # The rows of the longest rank depend on how the tokens are spread over requests: a larger bucket may do.
+        above = (b for b in buckets[at:] if b == bucket or _within_factor(b, rows, limits))
+        held = batch.local_rows
+        fits = None if held is None else next((b for b in above if limits.captured_rows.get(b, -1) >= held), None)
+        if fits is None:
+            return _refuse(rows, "cp_capacity", _capacity(batch, buckets[at:], limits))
+        bucket = fits
     refused = _beyond(batch, limits) or (_vetoed(batch, limits.vetoes) if limits.vetoes else None)
     if refused:
         return _refuse(rows, *refused)
@@ -205,6 +222,31 @@ def admit(batch: Batch, buckets: Sequence[int], limits: Limits) -> Admission:
 
 def _refuse(rows: int, reason: Refusal, text: str) -> Admission:
     return Admission(None, reason, text, rows)
+
+
+def _within_factor(bucket: int, rows: int, limits: Limits) -> bool:
+    times, over = limits._factor
+    return bucket * over <= rows * times
+
+
+def _capacity(batch: Batch, above: Sequence[int], limits: Limits) -> str:
+    """Why none of the buckets from the smallest one that holds a batch on has room for the rows of its ranks."""
+    assert limits.captured_rows is not None
+    if batch.local_rows is None:
+        return (
+            "local_rows is not known, and captured_rows limits it: a batch that says how many rows each of its "
+            "context-parallel ranks must have room for may replay."
+        )
+    tried = [b for at, b in enumerate(above) if not at or _within_factor(b, batch.rows, limits)]
+    most = max((limits.captured_rows[b] for b in tried if b in limits.captured_rows), default=None)
+    found = (
+        "no rows of a rank are known to be captured" if most is None else f"at most {most} rows of a rank are captured"
+    )
+    return (
+        f"local_rows is {batch.local_rows}, and {found} for the buckets that {batch.rows} rows may be padded to, "
+        f"{', '.join(map(str, tried))}: a ladder with a larger bucket there, or a higher max_padding_factor, may let "
+        "them replay."
+    )
 
 
 def _padding(rows: int, bucket: int, limits: Limits) -> str:
@@ -272,6 +314,15 @@ def _ratio(factor: float) -> tuple[int, int]:
             "batch may be padded to."
         )
     return (1, 0) if factor == float("inf") else Fraction(str(factor)).as_integer_ratio()
+
+
+def _captured_rows(given: Any) -> dict[int, int]:
+    if not isinstance(given, Mapping):
+        raise _wrong_type("captured_rows", given, "a dictionary from buckets to rows")
+    return {
+        _whole("A bucket of captured_rows", bucket, least=1): _whole(f"captured_rows[{bucket}]", rows)
+        for bucket, rows in given.items()
+    }
 
 
 def _set(made: Any, name: str, value: Any) -> None:

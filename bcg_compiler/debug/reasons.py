@@ -122,6 +122,11 @@ EAGER_RUNS = {
         "the smallest bucket that holds the live rows is too many times as large",
         "Give a ladder with a bucket between, or raise max_padding_factor.",
     ),
+    "cp_capacity": Meaning(
+        "no bucket within the padding factor has captured room for the rows of the longest context-parallel rank, or "
+        "nobody says how many these are",
+        "Give a ladder with a bucket between, raise max_padding_factor, or say it.",
+    ),
     "requests": Meaning("more requests than were captured, or nobody says how many", "Capture more, or say it."),
     "prefix_chunks": Meaning(
         "more chunks of prefix than were captured, or nobody says how many", "Capture more, or say it."

@@ -48,6 +48,20 @@ def even(batch: Batch) -> str | None:
             r"rows is 63, .* holds them, 128, is more than 2.0 times .* at most 126, or a max_padding_factor of 2.04,",
         ),
         ("padding", {"max_padding_factor": 1.28}, {"rows": 100}, {"rows": 99}, "128, is more than 1.28 times"),
+        (
+            "cp_capacity",
+            {"captured_rows": {16: 4, 32: 8}},
+            {"local_rows": 8},
+            {"local_rows": 9},
+            "local_rows is 9, and at most 8 rows of a rank are captured for .* 16 rows may be padded to, 16, 32:",
+        ),
+        (
+            "cp_capacity",
+            {"captured_rows": {128: 99, 8: 0}},
+            {"rows": 8, "local_rows": 0},
+            {"local_rows": 1},
+            "local_rows is 1, and no rows of a rank are known to be captured for",
+        ),
         ("requests", {"max_requests": 2}, {"requests": 2}, {"requests": 3}, "requests is 3, and 2 or fewer"),
         ("prefix_chunks", {"max_prefix_chunks": 0}, {"prefix_chunks": 0}, {"prefix_chunks": 1}, "1, and 0 or fewer"),
         (
@@ -160,6 +174,22 @@ def test_no_rows_at_all_replay_where_the_program_allows_it() -> None:
     assert admit(Batch(rows=0), LADDER, Limits(least=0)).bucket == 8
 
 
+def test_a_larger_bucket_is_tried_where_a_rank_would_hold_too_many_rows() -> None:
+    def bucket(rows: int, local: int, factor: float = 2.0, **captured: int) -> int | None:
+        known = {int(b[1:]): room for b, room in captured.items()}
+        limits = Limits(captured_rows=known, max_padding_factor=factor)
+        return admit(Batch(rows=rows, local_rows=local), LADDER, limits).bucket
+
+    assert bucket(9, 4, b16=4, b32=8) == 16
+    assert bucket(16, 5, b16=4, b32=8) == 32
+    assert bucket(16, 9, b16=4, b32=8, b128=32) is None, "128 is beyond twice the rows"
+    assert bucket(16, 9, math.inf, b16=4, b32=8, b128=32) == 128
+    assert bucket(16, 5, b32=8, b128=32) == 32, "one of unknown room is passed over"
+    assert bucket(16, 9, math.inf, b16=4, b32=8) is None
+    assert bucket(1, 2, 1, b8=2, b16=4) == 8, "the first one is exempt from the factor"
+    assert bucket(1, 3, 1, b8=2, b16=4) is None, "and no other one"
+
+
 # -- vetoes
 
 
@@ -205,6 +235,7 @@ def test_whatever_a_veto_returns_refuses_but_for_none(said: Any) -> None:
         (lambda: Batch(rows=1.0), r"rows is 1.0 \(float\); it must be an int"),
         (lambda: Batch(rows=True), r"rows is True \(bool\); it must be an int"),
         (lambda: Batch(rows=None), r"rows is None \(NoneType\); it must be an int"),
+        (lambda: Batch(rows=1, local_rows=-1), "local_rows is -1; it must be at least 0"),
         (lambda: Batch(rows=1, requests=-1), "requests is -1; it must be at least 0"),
         (lambda: Batch(rows=1, requests="1"), r"requests is '1' \(str\)"),
         (lambda: Batch(rows=1, prefix_lengths=(0, -2)), r"prefix_lengths\[1\] is -2; it must be at least 0"),
@@ -231,6 +262,9 @@ def test_whatever_a_veto_returns_refuses_but_for_none(said: Any) -> None:
         (lambda: Limits(max_padding_factor=True), "max_padding_factor is True"),
         (lambda: Limits(max_padding_factor="2"), "max_padding_factor is '2'"),
         (lambda: Limits(least=-1), "least is -1; it must be at least 0"),
+        (lambda: Limits(captured_rows=[4]), r"captured_rows is \[4\] \(list\); it must be a dictionary from buckets"),
+        (lambda: Limits(captured_rows={0: 4}), "A bucket of captured_rows is 0; it must be at least 1"),
+        (lambda: Limits(captured_rows={8: -1}), r"captured_rows\[8\] is -1; it must be at least 0"),
         (lambda: Limits(max_requests=0), "max_requests is 0; it must be at least 1"),
         (lambda: Limits(max_prefix_chunks=-1), "max_prefix_chunks is -1; it must be at least 0"),
         (lambda: Limits(prefixes=None), r"prefixes is None \(NoneType\); it must be True or False"),
@@ -276,6 +310,7 @@ def test_a_batch_stays_as_it_is_when_what_it_was_made_from_changes() -> None:
 LOOSE_TO_STRICT: Mapping[str, tuple[Any, ...]] = {
     "max_padding_factor": (math.inf, 2.0, 1.5, 1.1, 1.0),
     "least": (0, 1, 3, 9),
+    "captured_rows": (None, dict.fromkeys(range(1, 61), 12), {b: b // 4 for b in range(1, 61)}, {}),
     "max_requests": (None, 4, 2, 1),
     "max_prefix_chunks": (None, 2, 1, 0),
     "prefixes": (True, False),
@@ -289,6 +324,7 @@ LOOSE_TO_STRICT: Mapping[str, tuple[Any, ...]] = {
 
 #: The field of a batch that each restricting limit asks for, and the reason it gives.
 ASKS = {
+    "captured_rows": ("local_rows", "cp_capacity"),
     "max_requests": ("requests", "requests"),
     "max_prefix_chunks": ("prefix_chunks", "prefix_chunks"),
     "prefixes": ("prefix_lengths", "prefix"),
@@ -319,6 +355,7 @@ def batches(draw: st.DrawFn) -> Batch:
 
     return Batch(
         rows=draw(st.integers(0, 70)),
+        local_rows=some(st.integers(0, 15)),
         requests=some(st.just(requests)),
         prefix_lengths=some(st.tuples(*[st.sampled_from((0, 0, 0, 5))] * requests)),
         prefix_chunks=some(st.integers(0, 3)),
@@ -336,7 +373,7 @@ def limits_of(at: Mapping[str, int]) -> Limits:
 
 @thorough
 @given(batches(), bucket_lists, some_limits)
-def test_an_admitted_batch_is_in_the_smallest_bucket_that_holds_it_within_the_factor(
+def test_an_admitted_batch_is_in_the_smallest_bucket_that_has_room_within_the_factor(
     batch: Batch, buckets: list[int], at: dict[str, int]
 ) -> None:
     limits = limits_of(at)
@@ -347,7 +384,15 @@ def test_an_admitted_batch_is_in_the_smallest_bucket_that_holds_it_within_the_fa
     if found.bucket is None:
         return
     assert found.reason == ""
-    assert found.bucket == min(bucket for bucket in buckets if bucket >= batch.rows)
+    captured = limits.captured_rows
+
+    def has_room(bucket: int) -> bool:
+        room = bucket if captured is None else captured.get(bucket, -1)
+        return bucket >= batch.rows and (
+            captured is None or (batch.local_rows is not None and room >= batch.local_rows)
+        )
+
+    assert found.bucket == min(filter(has_room, buckets))
     factor = limits.max_padding_factor
     assert found.bucket == buckets[0] or factor == math.inf or found.bucket <= Fraction(str(factor)) * batch.rows
 
@@ -360,7 +405,11 @@ def test_a_stricter_limit_never_turns_a_refusal_into_an_admission(
     loose = admit(batch, buckets, limits_of(at))
     for name, values in LOOSE_TO_STRICT.items():
         for step in range(at.get(name, DEFAULTS[name]) + 1, len(values)):
-            assert admit(batch, buckets, limits_of({**at, name: step})).bucket in (None, loose.bucket)
+            strict = admit(batch, buckets, limits_of({**at, name: step})).bucket
+            if name == "captured_rows" and None not in (strict, loose.bucket):
+                assert strict >= loose.bucket, "a larger bucket may have the room"
+            else:
+                assert strict in (None, loose.bucket)
 
 
 @thorough
