@@ -17,6 +17,7 @@ from bcg_compiler.models.gpt_oss import GptOss
 from bcg_compiler.models.layers.checkpoint import load_weights
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.indexer import Indexer
+from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.pages import PagePool
 
 #: ``model_type`` of a ``config.json`` → the model, made of its fields, ``pages`` and ``page_size``.
@@ -37,12 +38,15 @@ def empty(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     fp8_index: bool = False,
+    context_parallel: bool = False,
     **parallel: Any,
 ) -> nn.Module:
     """A model of the configuration with weights that hold nothing: for "meta", or to be filled.
 
     ``fields`` are those of a ``config.json``. ``fp8_index``: the caches of indexers hold 8 bits a number, as those of
-    published models do; chosen tokens are then not quite those of transformers. ``parallel``: ``all_to_all`` and
+    published models do; chosen tokens are then not quite those of transformers. ``context_parallel``: the model is for
+    batches of one context-parallel rank (``PrefillBatch.context_parallel``): attention is not planned, as a plan that
+    is captured has no place for what ranks tell each other. ``parallel``: ``all_to_all`` and
     ``group``, which share the routed experts out over ranks (``layers.expert_parallel.open_all_to_all``). Raises
     ``ModelError`` for a family that is not here, with the nearest, and for ``fp8_index`` without an indexer.
     """
@@ -71,6 +75,9 @@ def empty(
         )
     for indexer in indexers if fp8_index else ():
         indexer.pack_keys()
+    for module in model.modules() if context_parallel else ():
+        if isinstance(module, LatentAttention):
+            module.attend_unplanned()
     return model
 
 
@@ -95,13 +102,14 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     fp8_index: bool = False,
+    context_parallel: bool = False,
     **parallel: Any,
 ) -> nn.Module:
     """A model with the weights of a Hugging Face folder: ``config.json`` and safetensors, in one file or several.
 
-    ``dtype``: that of the configuration unless given; ``fp8_index`` and ``parallel`` as of ``empty``: a rank loads the
-    experts that it holds. Raises ``ModelError`` if the family is not here, or the tensors are not those of the
-    configuration (see ``load_weights``).
+    ``dtype``: that of the configuration unless given; ``fp8_index``, ``context_parallel`` and ``parallel`` as of
+    ``empty``: a rank loads the experts that it holds. Raises ``ModelError`` if the family is not here, or the tensors
+    are not those of the configuration (see ``load_weights``).
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -110,8 +118,16 @@ def load(
     fields = json.loads(path.read_text())
     if dtype is None:
         dtype = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    sizes = dict(pages=pages, page_size=page_size)
-    model = empty(fields, **sizes, device=device, dtype=dtype, fp8_index=fp8_index, **parallel)
+    model = empty(
+        fields,
+        pages=pages,
+        page_size=page_size,
+        device=device,
+        dtype=dtype,
+        fp8_index=fp8_index,
+        context_parallel=context_parallel,
+        **parallel,
+    )
     # Layers behind the last one predict several tokens at once: they are a model of their own.
     count = fields["num_hidden_layers"]
     more = fields.get("num_nextn_predict_layers") or 0

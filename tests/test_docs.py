@@ -35,7 +35,16 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
     assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in RULES)
 
 
-PAGES = ("admission", "units", "aot", "expert-parallel", "hoisting", "serving-models", "paged-transformers")
+PAGES = (
+    "admission",
+    "units",
+    "aot",
+    "context-parallel",
+    "expert-parallel",
+    "hoisting",
+    "serving-models",
+    "paged-transformers",
+)
 PASSES = [f"passes/{page.stem}" for page in sorted((ROOT / "docs/passes").glob("*.md"))]
 
 

@@ -7,6 +7,9 @@ import torch.distributed as dist
 
 from bcg_compiler.errors import ParallelError
 
+#: Newer torch has it under the first name and warns of the second one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class RowGather(Protocol):
     """Brings the rows of all ranks to each. All ranks call it together, with equal ``longest``, dtype and widths."""
@@ -24,7 +27,10 @@ class RowGather(Protocol):
 
 
 class GroupRows:
-    """``RowGather`` over a process group: of all ranks unless given, by its backend (gloo, NCCL)."""
+    """``RowGather`` over a process group: of all ranks unless given, by its backend (gloo, NCCL).
+
+    Raises ``ParallelError`` where there is no group, and on a rank that is not in it.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
@@ -36,8 +42,7 @@ class GroupRows:
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ParallelError(
-                f"Rank {dist.get_rank()} is not in the group {dist.get_process_group_ranks(group)}: give each rank the "
-                f"group that it is in."
+                f"Rank {dist.get_rank()} is not in the group that is given: give each rank the group that it is in."
             )
 
     def all_gather(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
@@ -50,5 +55,5 @@ class GroupRows:
         filled = rows.new_zeros(longest, *rows.shape[1:])
         filled[: len(rows)] = rows
         gathered = rows.new_empty(self.size, *filled.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), filled, group=self.group)
+        _all_gather(gathered.flatten(0, 1), filled, group=self.group)
         return gathered

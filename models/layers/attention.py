@@ -32,6 +32,8 @@ def paged_attention(
     batch = live_batch(query, key_cache)
     cache.write(key_cache, batch, key)
     cache.write(value_cache, batch, value)
+    if not batch.tokens:  # a context-parallel rank that holds no row
+        return
     live = slice(batch.tokens)
     args = batch, query[live], key_cache, value_cache, out[live], scale, window, sinks
     kernels.run("grouped_query_attention", query.device, *args)
@@ -87,6 +89,8 @@ def _mla(
     batch = live_batch(q_latent, latent_cache)
     cache.write(latent_cache, batch, latent)
     cache.write(rotary_cache, batch, k_rotary)
+    if not batch.tokens:  # a context-parallel rank that holds no row
+        return
     live = slice(batch.tokens)
     chosen = None if chosen is None else chosen[live]
     args = batch, q_latent[live], q_rotary[live], latent_cache, rotary_cache, out[live], scale, chosen

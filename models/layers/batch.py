@@ -6,11 +6,12 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 import bcg_compiler as bcg
+from bcg_compiler.distributed import RowGather, Zigzag
 from bcg_compiler.models.layers.errors import ModelError
 
 
@@ -34,6 +35,38 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
+class Share:
+    """Of which batch a batch of one context-parallel rank is a part, and how all rows come together again.
+
+    Its methods take rows of the batch's device. Indices are found once a batch, for all layers.
+    """
+
+    whole: PrefillBatch
+    layout: Zigzag
+    gather: RowGather
+
+    @functools.cached_property
+    def order(self) -> torch.Tensor:
+        """Int64: which rows of the whole batch this rank holds, in its order."""
+        return self.layout.order(self.whole.lengths, self.gather.rank).to(self.whole.slots.device)
+
+    @functools.cached_property
+    def _gathered(self) -> tuple[int, torch.Tensor]:
+        lengths = self.whole.lengths
+        return self.layout.longest(lengths), self.layout.places(lengths).to(self.whole.slots.device)
+
+    def split(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of those of the whole batch ``[tokens, ...]``: of ids, say."""
+        self.whole.check_tokens(len(rows))
+        return rows[self.order]
+
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of the whole batch ``[tokens, ...]`` in order, of this rank's. All ranks call it together."""
+        longest, places = self._gathered
+        return self.gather.all_gather(rows, longest).flatten(0, 1)[places]
+
+
+@dataclass(frozen=True, eq=False)
 class PrefillBatch:
     """The new tokens of several requests, one request after the other, and where their keys and values are kept.
 
@@ -48,6 +81,7 @@ class PrefillBatch:
         positions: int64 ``[tokens]``, the place of each new token in its request. The model's input of that name.
         page_size: tokens of a page.
         pages: pages of the cache.
+        share: what context parallelism has made of the batch, ``None`` without it. See ``context_parallel``.
     """
 
     lengths: tuple[int, ...]
@@ -57,6 +91,7 @@ class PrefillBatch:
     positions: torch.Tensor
     page_size: int
     pages: int
+    share: Share | None = None
 
     @classmethod
     def of(
@@ -123,7 +158,7 @@ class PrefillBatch:
     @property
     def longest_context(self) -> int:
         """The most tokens that a token of this batch may look at."""
-        return max(prefix + length for prefix, length in zip(self.prefixes, self.lengths, strict=True))
+        return max((prefix + length for prefix, length in zip(self.prefixes, self.lengths, strict=True)), default=0)
 
     @functools.cached_property
     def requests(self) -> tuple[Request, ...]:
@@ -139,13 +174,45 @@ class PrefillBatch:
     @functools.cached_property
     def owners(self) -> torch.Tensor:
         """Int64 ``[tokens]``: the request of each new token, found once for all layers."""
-        lengths = torch.tensor(self.lengths)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.page_table.device)
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
         """Int32 ``[requests + 1]``: the first new token of each request, and where the last one ends."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32).to(self.page_table.device)
+
+    def context_parallel(self, layout: Zigzag, gather: RowGather) -> PrefillBatch:
+        """What rank ``gather.rank`` computes of this batch. All ranks make it of the same one.
+
+        Each part of a request that the rank holds is to attention a request of its own, behind a prefix: its context
+        ends with the part. What a layer keeps of tokens is gathered over the ranks before it is written
+        (``cache.write``), so that each rank's cache has all of them. Parts without a row are left out; a rank may hold
+        none at all. Call the model with ``share.split(ids)`` and ``positions``, and give its rows to ``share.restore``.
+
+        Raises ``ModelError`` for a batch of a rank, and for a layout over another number of ranks.
+        """
+        if self.share is not None:
+            raise ModelError("The batch is one rank's already: make the batch of a rank of the whole one.")
+        if layout.size != gather.size:
+            raise ModelError(f"The layout is over {layout.size} ranks, and rows are gathered of {gather.size}.")
+        share = Share(self, layout, gather)
+        held = [
+            (at, part)
+            for at, length in enumerate(self.lengths)
+            for part in layout.held(length, gather.rank)
+            if len(part)
+        ]
+        owners = torch.tensor([at for at, _ in held], dtype=torch.int64, device=self.page_table.device)
+        return replace(
+            self,
+            lengths=tuple(len(part) for _, part in held),
+            prefixes=tuple(self.prefixes[at] + part.start for at, part in held),
+            page_table=self.page_table[owners],
+            slots=self.slots[share.order],
+            positions=self.positions[share.order],
+            share=share,
+        )
 
     def check_tokens(self, given: int) -> None:
         """Raise ``ModelError`` if the batch is not of a call of so many tokens."""
@@ -165,8 +232,16 @@ class PrefillBatch:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Publish the batch for the calls within: to break bodies as ``prefill``, to admission as ``batch``."""
-        admitted = bcg.Batch(rows=self.tokens, requests=len(self.lengths), prefix_lengths=self.prefixes)
+        """Publish the batch for the calls within: to break bodies as ``prefill``, to admission as ``batch``.
+
+        Admission is told of the whole batch, on all ranks alike.
+        """
+        whole, local = self, None
+        if self.share is not None:
+            whole, local = self.share.whole, self.share.layout.required(self.share.whole.lengths)
+        admitted = bcg.Batch(
+            rows=whole.tokens, local_rows=local, requests=len(whole.lengths), prefix_lengths=whole.prefixes
+        )
         with bcg.forward_context(prefill=self, batch=admitted):
             yield
 

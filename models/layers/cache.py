@@ -9,8 +9,14 @@ from bcg_compiler.models.layers.batch import PrefillBatch, Request
 
 
 def write(cache: torch.Tensor, batch: PrefillBatch, rows: torch.Tensor) -> None:
-    """Put the live rows ``[tokens or more, ...]`` of a batch where its new tokens belong."""
-    cache.flatten(0, 1)[batch.slots] = rows[: batch.tokens].to(cache.dtype)
+    """Put the live rows ``[tokens or more, ...]`` of a batch where its new tokens belong.
+
+    Under context parallelism those of all ranks, which write together.
+    """
+    rows, slots = rows[: batch.tokens].to(cache.dtype), batch.slots
+    if batch.share is not None:
+        rows, slots = batch.share.restore(rows), batch.share.whole.slots
+    cache.flatten(0, 1)[slots] = rows
 
 
 def read(cache: torch.Tensor, request: Request) -> torch.Tensor:

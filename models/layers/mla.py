@@ -103,6 +103,10 @@ class LatentAttention(nn.Module):
         values = torch.bmm(out.transpose(0, 1), self.w_vc).transpose(0, 1)
         return self.o_proj(values.flatten(1)), chosen
 
+    def attend_unplanned(self) -> None:
+        """Attend by the break that reads the batch of each call, though there is a plan: before the first call."""
+        self.planned = None
+
     def checkpoint_places(self) -> Mapping[str, Place]:
         """``kv_b_proj`` of a checkpoint holds both up-projections, head by head."""
         widths = [self.nope_width, self.value_width]

@@ -84,6 +84,11 @@ class Planner:
             self.now = self._for_capture(batch, context.bucket_rows, context.limits)
             return
         batch = context.prefill
+        if batch.share is not None:
+            raise ModelError(
+                "The published batch is a context-parallel rank's, and planned attention writes the rows of that rank "
+                "alone: build the model with context_parallel=True."
+            )
         if "live_rows" in context:
             batch.check_tokens(context.live_rows)
         batch.check_cache(self.shape.pages, self.shape.page_size)

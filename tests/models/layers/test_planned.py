@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import bcg_compiler as bcg
+from bcg_compiler.distributed import Zigzag
+from bcg_compiler.models import serving
 from bcg_compiler.models.layers import attention, flashinfer, kernels, planned
 from bcg_compiler.models.layers.batch import PrefillBatch
 from bcg_compiler.models.layers.errors import ModelError
@@ -115,6 +118,45 @@ def test_eager_runs_equal_plain_torch(kind: str) -> None:
     for batch in batches():
         torch.testing.assert_close(call(ours, batch, kind), call(reference, batch, kind))
     assert_same(ours, reference)
+
+
+def test_a_batch_of_a_context_parallel_rank_is_refused() -> None:
+    """Its plan would write the rows of this rank alone, and a later batch would read what nobody wrote."""
+    (batch,) = batches(CHUNKS[:1])
+    local = batch.context_parallel(Zigzag(1), SimpleNamespace(rank=0, size=1, all_gather=None))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="build the model with context_parallel=True"):
+        call(Paged(), local, "paged")
+
+
+def test_a_model_for_context_parallel_ranks_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "unavailable", lambda device: "")
+    fields: Any = dict(
+        model_type="deepseek_v3",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=LATENT_HEADS,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=64,
+        v_head_dim=8,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        first_k_dense_replace=1,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        n_shared_experts=1,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+    )
+    for context_parallel in (False, True):
+        model: Any = serving.empty(
+            fields, pages=PAGES, page_size=PAGE, dtype=torch.bfloat16, context_parallel=context_parallel
+        )
+        assert (model.model.layers[0].self_attn.planned is None) == context_parallel
 
 
 def test_a_window_counts_the_token_itself() -> None:
