@@ -65,6 +65,10 @@ class LateCaptureError(BcgError, RuntimeError):
     """A call needs a capture after ``bcg.capture`` had captured all there is."""
 
 
+class RankError(BcgError, RuntimeError):
+    """Ranks that work together disagree, or some of them are missing. Raised on all that are there."""
+
+
 class ReleasedError(BcgError, RuntimeError):
     """A program was called after ``bcg.reset()`` had freed it."""
 
