@@ -1,5 +1,6 @@
 """Votes over gloo: no forced disagreement hangs; each ends in a verdict, or an error that names the rank."""
 
+import contextlib
 import os
 import time
 import warnings
@@ -25,7 +26,7 @@ TERMS = Terms(buckets=BUCKETS, limits=Limits(prefixes=False))
 SHARED = Terms(buckets=BUCKETS, limits=Limits(prefixes=False), same_bucket=True)
 
 #: Seconds: far more than a vote takes, and few for a test that waits for a dead rank.
-TIMEOUT = 4.0
+TIMEOUT = 3.0
 
 
 def prefill(rows: int = 3, prefix: int = 0, terms: Terms = TERMS, failed: frozenset[int] = NONE, **voter: Any) -> Vote:
@@ -164,7 +165,7 @@ def dying(rank: int, ranks: int, folder: Path) -> None:
     if rank == 2:
         os._exit(0)
     began = time.monotonic()
-    with pytest.raises(RankError, match="no word from other ranks within 4 seconds: rank 2\\."):
+    with pytest.raises(RankError, match="no word from other ranks within 3 seconds: rank 2\\."):
         vote(prefill())
     took = time.monotonic() - began
     with pytest.raises(RankError, match=r"cannot go on after it failed: .*rank 2\."):
@@ -174,15 +175,14 @@ def dying(rank: int, ranks: int, folder: Path) -> None:
 
 
 def hanging(rank: int, ranks: int, folder: Path) -> None:
-    """Ranks 0 and 3 come too late, rank 1 comes late enough to be the last to wait."""
+    """Ranks 0 and 3 do not come; the others name both, whoever gives up first."""
     vote = ReplayVote(None, TERMS, TIMEOUT)
     done = folder / "done"
     if rank in (0, 3):
         while not done.exists():
             time.sleep(0.05)
         os._exit(0)
-    time.sleep(TIMEOUT / 2 * (rank == 1))
-    with pytest.raises(RankError, match="no word from other ranks within 4 seconds: ranks 0 and 3\\."):
+    with pytest.raises(RankError, match="no word from other ranks within 3 seconds: ranks 0 and 3\\."):
         vote(prefill())
     if rank == 1:
         done.touch()
@@ -190,21 +190,26 @@ def hanging(rank: int, ranks: int, folder: Path) -> None:
 
 
 def too_late(rank: int, ranks: int, folder: Path) -> None:
-    """A rank comes after another one has given up: it is told so, and does not blame anybody."""
-    exchange = Exchange(None, 1.0, "test")
-    given_up = folder / "given_up"
+    """A rank comes after another one has given up: it is told so, and blames nobody."""
+    exchange = Exchange(None, 0.6, "test")
+    given_up, done = folder / "given_up", folder / "done"
     if rank == 0:
-        with pytest.raises(RankError, match=r"no word from other ranks within 1 seconds: rank 1\."):
+        with pytest.raises(RankError, match=r"no word from other ranks within 0.6 seconds: rank 1\."):
             exchange.gather(torch.zeros(1))
         given_up.touch()
-        time.sleep(2)
-        os._exit(0)
     while not given_up.exists():
         time.sleep(0.02)
-    try:
-        exchange.gather(torch.zeros(1))
-    except RankError as error:
-        assert "all ranks came to it" in str(error)
+    if rank == 1:
+        # gloo still delivers what rank 0 sent before it gave up; then rank 0 is missed at the next exchange.
+        wanted = "all ranks came to it"
+        with contextlib.suppress(RankError):
+            exchange.gather(torch.zeros(1))
+            wanted = "no word from other ranks within 0.6 seconds: rank 0"
+        with pytest.raises(RankError, match=wanted):
+            exchange.gather(torch.zeros(1))
+        done.touch()
+    while not done.exists():
+        time.sleep(0.02)
     os._exit(0)
 
 
