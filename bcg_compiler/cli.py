@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bcg_compiler.debug import screen, words
-from bcg_compiler.debug.doctor import examine, health_view, kernels_line
+from bcg_compiler.debug.doctor import examine, health_view, kernels_line, layout_view
 from bcg_compiler.debug.errors import building, user_error
 from bcg_compiler.debug.explain import plan_model
 from bcg_compiler.debug.ladder_plot import check_plot, plot
@@ -29,6 +29,7 @@ from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sa
 from bcg_compiler.debug.padded import unpadded_view
 from bcg_compiler.debug.run import compare_with_eager
 from bcg_compiler.debug.tokens import tokens_of
+from bcg_compiler.distributed.rules import Parallel
 from bcg_compiler.errors import BcgError, nearest
 from bcg_compiler.models import zoo
 from bcg_compiler.options import Options
@@ -240,10 +241,25 @@ def ladder(
 
 
 @app.command(short_help="Print what is installed, and what is slower or off because of it.")
-def doctor() -> None:
-    """Print versions, devices, libraries, the kernels that serving models use here, and what is slower or off."""
+def doctor(
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout",
+            metavar="KEY=VALUE",
+            help="How a model is laid out over ranks, e.g. cp=4 or attention_does_cp=true; can be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Print versions, devices, libraries, the kernels that serving models use here, and what is slower or off.
+
+    With --layout also which rules speak against replay on ranks that are laid out like that.
+    """
     with _quiet(), _errors_in_words():
-        screen.console().print(health_view(examine()))
+        ranks = Parallel.parse(_pairs(layout))
+        out = screen.console()
+        out.print(health_view(examine()), "")
+        out.print(layout_view(ranks))
 
 
 def main() -> None:

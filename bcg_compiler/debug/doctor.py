@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.debug import screen
+from bcg_compiler.debug.words import count
+from bcg_compiler.distributed.rules import PARALLEL_RULES, Parallel, evaluate
 from bcg_compiler.models.layers import kernels
 from bcg_compiler.plan import Plan
 
@@ -100,6 +102,20 @@ def health_view(health: Health) -> Group:
         used.add_row(operation, next(name for name, why in by_name.items() if not why))
     notes = Text("\n".join(health.notes) or "Nothing is slower or off.")
     return Group(screen.header(**lines), "", libraries, "", used, "", notes)
+
+
+def layout_view(layout: Parallel) -> Group:
+    """A layout of ranks, its digest, and which rules it breaks, for a terminal."""
+    told = [f"{f.name} {getattr(layout, f.name)}" for f in fields(layout) if getattr(layout, f.name) != f.default]
+    broken = evaluate(layout)
+    if not broken:
+        said = Text(f"None of the {count(len(PARALLEL_RULES), 'rule')} for ranks speaks against replay.")
+        return Group(screen.header(ranks=", ".join(told) or "one", digest=layout.digest()), "", said)
+    rules = Table("reason", "what was seen, and what to do", box=None, pad_edge=False, header_style="bold")
+    for rule in broken:
+        rules.add_row(rule.code, Text(str(rule)))
+    said = Text("Nothing is replayed: all ranks run eagerly.", style="bold")
+    return Group(screen.header(ranks=", ".join(told), digest=layout.digest()), "", rules, "", said)
 
 
 def kernels_line(plans: tuple[Plan | None, ...], device: torch.device) -> str:

@@ -1,12 +1,12 @@
 """Rules of configuration: what does not go together, found at set-up, with what to do about it.
 
 A rule is a row of ``RULES``. One for a new mechanism is a row there, the fields of ``Configuration`` that it reads, and
-its code in ``docs/reasons.md``.
+its code in ``docs/reasons.md``. What ranks must not be is a table of the same form (``distributed/rules.py``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from bcg_compiler.errors import OptionError, nearest
 
@@ -16,6 +16,13 @@ POLICIES = ("ZERO", "SENTINEL", "KEEP", "ONCE")
 
 #: All other dtypes may be an index, as integers are, or a mask.
 NOT_AN_INDEX = ("float", "bfloat", "complex")
+
+
+#: ``error``: results would be wrong; ``eager``: nothing is replayed; ``note``: something asked for has no effect.
+Severity = Literal["error", "eager", "note"]
+
+#: What a rule is about.
+Facts = TypeVar("Facts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +69,13 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Generic[Facts]):
     """One thing that a configuration must not be, or need not be."""
 
     code: str
     """A code of ``docs/reasons.md``."""
-    severity: Literal["error", "note"]
-    """``error``: results would be wrong; ``note``: something that was asked for has no effect."""
-    broken: Callable[[Configuration], bool]
+    severity: Severity
+    broken: Callable[[Facts], bool]
     text: str
     """A sentence; ``{c.…}`` stands for a value of the configuration."""
     remedy: str
@@ -80,7 +86,7 @@ class BrokenRule:
     """A rule that a configuration breaks, with the values seen."""
 
     code: str
-    severity: Literal["error", "note"]
+    severity: Severity
     text: str
     remedy: str
 
@@ -88,7 +94,7 @@ class BrokenRule:
         return f"{self.text} {self.remedy}"
 
 
-RULES = (
+RULES: tuple[Rule[Configuration], ...] = (
     Rule(
         code="keep_causal",
         severity="error",
@@ -132,8 +138,13 @@ RULES = (
 
 def evaluate(configuration: Configuration) -> tuple[BrokenRule, ...]:
     """The rules that a configuration breaks, in the order of the table."""
+    return broken_rules(configuration, RULES)
+
+
+def broken_rules(facts: Facts, rules: Iterable[Rule[Facts]]) -> tuple[BrokenRule, ...]:
+    """The rules of a table that the facts break, in its order."""
     return tuple(
-        BrokenRule(rule.code, rule.severity, rule.text.format(c=configuration), rule.remedy)
-        for rule in RULES
-        if rule.broken(configuration)
+        BrokenRule(rule.code, rule.severity, rule.text.format(c=facts), rule.remedy)
+        for rule in rules
+        if rule.broken(facts)
     )

@@ -28,6 +28,22 @@ def test_doctor_names_the_kernel_in_use_and_why_not_a_better_one(monkeypatch: py
     assert f"torch {torch.__version__}" in words and "mla_attention torch" in words and "deep_ep —" in words
 
 
+def test_doctor_judges_a_layout_of_ranks() -> None:
+    def asked(*pairs: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["doctor", *(word for pair in pairs for word in ("--layout", pair))])
+        return result.exit_code, " ".join(result.output.split())
+
+    code, words = asked()
+    assert code == 0 and "ranks one digest" in words and "None of the 8 rules for ranks speaks against" in words
+    code, words = asked("cp=4", "dp=2", "cp_strategy=ring", "two_batch_overlap=true")
+    assert code == 0 and "ranks dp 2, cp 4, cp_strategy ring, two_batch_overlap True" in words
+    assert "cp_strategy The strategy of context parallelism is 'ring'" in words and "cp_attention cp is 4" in words
+    assert "two_batch_overlap Two halves" in words and words.endswith("Nothing is replayed: all ranks run eagerly.")
+    assert asked("cp=4", "attention_does_cp=true")[1].endswith("speaks against replay.")
+    code, words = asked("pc=4")
+    assert code == 2 and "no field 'pc'" in words
+
+
 def test_doctor_on_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that has 8-bit numbers, without Triton, with FlashInfer."""
     properties: Any = type("Properties", (), {"name": "H200", "total_memory": 141 << 30, "major": 9, "minor": 0})
