@@ -1,4 +1,5 @@
-"""The command ``bcg``: run a model against eager, explain its plan, choose a ladder, see what is installed.
+"""The command ``bcg``: run a model against eager, explain its plan, choose a ladder, simulate a fleet, see what is
+installed.
 
 Parses and prints; no more.
 """
@@ -19,7 +20,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from bcg_compiler.buckets import Ladder
 from bcg_compiler.debug import screen, words
+from bcg_compiler.debug.bucket_times import FORM, read_times
 from bcg_compiler.debug.doctor import examine, health_view, kernels_line, layout_view
 from bcg_compiler.debug.errors import building, user_error
 from bcg_compiler.debug.explain import plan_model
@@ -28,6 +31,8 @@ from bcg_compiler.debug.ladders import FORMS, Recipe, ladder_view, measure, read
 from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
 from bcg_compiler.debug.padded import unpadded_view
 from bcg_compiler.debug.run import compare_with_eager
+from bcg_compiler.debug.simulate import Fleet, simulate, simulation_view
+from bcg_compiler.debug.simulate_plot import plot as plot_fleet
 from bcg_compiler.debug.tokens import tokens_of
 from bcg_compiler.distributed.rules import Parallel
 from bcg_compiler.errors import BcgError, nearest
@@ -260,6 +265,66 @@ def doctor(
         out = screen.console()
         out.print(health_view(examine()), "")
         out.print(layout_view(ranks))
+
+
+@app.command(name="simulate", short_help="Simulate a fleet of ranks that vote on replay, from measured times.")
+def simulate_fleet(
+    ranks: Annotated[int, typer.Option("--dp", help="Ranks, each with batches of its own.")],
+    times: Annotated[Path, typer.Option(metavar="FILE", help=f"Measured microseconds, as JSON: {FORM}.")],
+    lengths: LengthsFile = None,
+    ladder: Annotated[
+        str | None, typer.Option(metavar="SPEC", help=f"The buckets: {FORMS}. Default: those of --times.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="How many.")] = 200,
+    requests: Annotated[int, typer.Option(help="Prompts of a batch.")] = 1,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens that a step takes of a batch at most; the rest is for later steps.")
+    ] = None,
+    idle: Annotated[float, typer.Option(help="How likely a rank has no batch for a step.")] = 0.0,
+    refuse_idle: Annotated[
+        bool, typer.Option("--refuse-idle", help="The graph takes no batch of no rows: an idle rank votes no.")
+    ] = False,
+    max_padding_factor: Annotated[float, typer.Option(help="The option of that name.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Of the batches.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, to a .png or .svg file.")
+    ] = None,
+) -> None:
+    """Simulate a fleet: how much replays, what is padded, and what waiting for the slowest rank and agreeing on one
+    bucket cost. Nothing is run: times come from --times.
+    """
+    with _quiet(), _errors_in_words():
+        if picture is not None:
+            check_plot(picture)
+        measured = read_times(times)
+        prompts = sample_lengths() if lengths is None else read_lengths(lengths)
+        source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
+        buckets = Ladder(tuple(measured.buckets)) if ladder is None else read_ladder(ladder, prompts)
+        fleet = Fleet(
+            ranks=ranks,
+            steps=steps,
+            requests=requests,
+            chunk=chunk,
+            idle=idle,
+            max_padding_factor=max_padding_factor,
+            tolerates_idle=not refuse_idle,
+            seed=seed,
+        )
+        with screen.console(stderr=True).status("simulating"):
+            found = simulate(fleet, prompts, buckets, measured)
+        out = screen.console()
+        header = screen.header(
+            fleet=f"{words.count(ranks, 'rank')}, {words.count(steps, 'step')}, {words.count(requests, 'prompt')} a "
+            f"batch{f' in chunks of {chunk}' if chunk else ''}, {idle:.0%} idle (seed {seed})",
+            prompts=f"{words.count(len(prompts), 'length')} of {source}",
+            ladder=f"{words.count(len(buckets), 'bucket')} up to {buckets.ceiling}",
+            times=f"{times}, {words.count(len(measured.buckets), 'bucket')} measured",
+        )
+        out.print(header, "")
+        out.print(simulation_view(found))
+        if picture is not None:
+            plot_fleet(found, picture)
+            out.print(Text(f"\nwrote {picture}"))
 
 
 def main() -> None:

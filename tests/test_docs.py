@@ -10,6 +10,8 @@ import pytest
 import bcg_compiler as bcg
 from bcg_compiler.buckets.admission import Refusal
 from bcg_compiler.debug.reasons import BREAKS, EAGER_RUNS, EAGER_UNITS, UNPADDED
+from bcg_compiler.distributed.rules import PARALLEL_RULES
+from bcg_compiler.distributed.votes import VoteReason
 from bcg_compiler.passes import fuse_mla_bmm, join_side_streams, names
 from bcg_compiler.plan.rules import RULES
 
@@ -31,8 +33,8 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
     of_segments = {"capturable", "moved"}
     codes = {*BREAKS, *EAGER_RUNS, *EAGER_UNITS, *UNPADDED, *of_segments}
     assert set(in_docs) == {*codes, *(rule.code for rule in RULES)}
-    assert set(get_args(Refusal)) <= set(EAGER_RUNS)
-    assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in RULES)
+    assert {*get_args(Refusal), *get_args(VoteReason), *(rule.code for rule in PARALLEL_RULES)} <= set(EAGER_RUNS)
+    assert all(f"| `{rule.code}` | {rule.severity} |" in text for rule in (*RULES, *PARALLEL_RULES))
 
 
 PAGES = (

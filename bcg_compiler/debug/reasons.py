@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from bcg_compiler.distributed.rules import PARALLEL_RULES
 from bcg_compiler.plan import StepReason
 
 
@@ -151,6 +152,9 @@ EAGER_RUNS = {
         'Compile with options={"ladder": ...}; where that is given, bcg explain says why it is not used.',
     ),
     "not_compiled": Meaning("the model has not run yet", "Call it once."),
+    "no_program": Meaning("a rank has no program that could replay", "Compile and capture the model on all ranks."),
+    "other_mode": Meaning("a rank has a batch for decoding", "Give all ranks batches of one kind."),
+    **{rule.code: Meaning("the layout of ranks speaks against it", rule.remedy) for rule in PARALLEL_RULES},
 }
 
 #: Why a unit of a segment is not compiled, and its operations run as they are.
