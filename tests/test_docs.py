@@ -46,6 +46,7 @@ PAGES = (
     "hoisting",
     "serving-models",
     "paged-transformers",
+    "ranks",
 )
 PASSES = [f"passes/{page.stem}" for page in sorted((ROOT / "docs/passes").glob("*.md"))]
 

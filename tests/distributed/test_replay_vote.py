@@ -1,12 +1,14 @@
 """Votes over gloo: no forced disagreement hangs; each ends in a verdict, or an error that names the rank."""
 
 import contextlib
+import datetime
 import os
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,14 +69,10 @@ def disagreement(rank: int, ranks: int, folder: Path) -> None:
 
 
 def one_gather(rank: int, ranks: int, folder: Path) -> None:
-    calls: list[str] = []
     vote = ReplayVote(None, TERMS, 30)
-    gather, dist.all_gather = dist.all_gather, lambda *a, **k: (calls.append("gather"), gather(*a, **k))[1]
-    try:
+    with mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as gather:
         vote(prefill())
-    finally:
-        dist.all_gather = gather
-    assert calls == ["gather"]
+    assert gather.call_count == 1
     vote.close()
 
 
@@ -92,13 +90,10 @@ def captures(rank: int, ranks: int, folder: Path) -> None:
         held.add(bucket)
 
     def step(vote: ReplayVote, rows: int) -> Verdict:
-        uncaptured = frozenset(BUCKETS) - held
-        return (
-            vote.step(
-                lambda failed: prefill(rows, terms=SHARED, failed=failed, uncaptured=frozenset(BUCKETS) - held), capture
-            )
-            or uncaptured
-        )
+        def cast_vote(failed: frozenset[int]) -> Vote:
+            return prefill(rows, terms=SHARED, failed=failed, uncaptured=frozenset(BUCKETS) - held)
+
+        return vote.step(cast_vote, capture)
 
     with ReplayVote(None, SHARED, 30) as vote:
         verdict = step(vote, rows=3)  # late, on rank 1 alone
@@ -213,6 +208,34 @@ def too_late(rank: int, ranks: int, folder: Path) -> None:
     os._exit(0)
 
 
+def patience(rank: int, ranks: int, folder: Path) -> None:
+    """A rank that waits long says that it is there before it gives up, and one that does not wait long says nothing."""
+    exchange = Exchange(None, 8.0, "test")
+    world: Any = dist.group.WORLD
+    store = world.get_group_store()
+    keys: list[bool] = []
+    waits: list[float] = []
+
+    class Slow:
+        def wait(self, timeout: datetime.timedelta) -> None:
+            waits.append(timeout.total_seconds())
+            keys.append(store.check([exchange._key(rank)]))
+            if len(waits) == 1:
+                raise RuntimeError("time is up")
+
+        def is_completed(self) -> bool:
+            return False
+
+    exchange.gather(torch.zeros(1))
+    assert not store.check([exchange._key(rank)])
+    with mock.patch.object(dist, "all_gather", lambda *args, **kwargs: Slow()):
+        exchange.gather(torch.zeros(1))
+    assert keys == [False, True] and waits[0] == 2.0 and 2.0 < waits[1] <= 6.0
+    again = Exchange(None, 8.0, "test")  # what an earlier one wrote is none of its words
+    again.count = exchange.count
+    assert store.check([exchange._key(rank)]) and not store.check([again._key(rank)])
+
+
 @pytest.mark.parametrize("function", [disagreement, captures, at_setup])
 def test_three_ranks(function: Callable[[int, int, Path], None], on_ranks: OnRanks) -> None:
     on_ranks(3, function)
@@ -221,6 +244,10 @@ def test_three_ranks(function: Callable[[int, int, Path], None], on_ranks: OnRan
 @pytest.mark.parametrize("function", [one_gather, wrong_word, too_late])
 def test_two_ranks(function: Callable[[int, int, Path], None], on_ranks: OnRanks) -> None:
     on_ranks(2, function)
+
+
+def test_one_rank(on_ranks: OnRanks) -> None:
+    on_ranks(1, patience)
 
 
 def test_a_rank_that_dies_is_named_by_all_others_in_time(on_ranks: OnRanks, tmp_path: Path) -> None:
