@@ -111,7 +111,8 @@ class Program:
         fields: dict[str, Any] = {}
         if self._rows_at is not None:
             position, dim = self._rows_at
-            fields["live_rows"] = args[position].shape[dim]
+            given, agreed = args[position].shape[dim], published("admission")
+            fields["live_rows"] = given if agreed is None else min(agreed.rows, given)
         if self._has_plans:
             fields[PLANNED] = set()
         if not fields:
@@ -226,6 +227,10 @@ class Program:
         return [capture.code.source for capture in self._places.captures()]
 
     def _admission(self, rows: int, others: tuple[int, ...]) -> Admission:
+        agreed: Admission | None = published("admission")
+        if agreed is not None:
+            self._check_agreed(agreed, rows, others)
+            return agreed
         batch = published("batch")
         if batch is None:
             found = self._admitted.get((rows, others))
@@ -237,6 +242,19 @@ class Program:
         if batch.rows != rows:
             raise AdmissionError(f"The batch of the forward context has {batch.rows} rows, and the inputs have {rows}.")
         return self.admit(batch, others)
+
+    def _check_agreed(self, agreed: Admission, rows: int, others: tuple[int, ...]) -> None:
+        """What was decided for this call elsewhere, for all ranks, is done: here nothing is decided again."""
+        assert self._sizes_open is not None
+        usable = [b for b in self._sizes_open.usable(others) if b not in self._lost]
+        if agreed.bucket is not None and (agreed.bucket not in usable or rows > agreed.bucket):
+            raise AdmissionError(
+                f"The forward context admits this call to bucket {agreed.bucket}, and the program, which is called "
+                f"with {rows} rows, has the buckets {', '.join(map(str, usable)) or 'none'}: whoever admits must know "
+                "the program's ladder, and the rows that its inputs have."
+            )
+        if agreed.rows > rows:
+            raise AdmissionError(f"The forward context admits {agreed.rows} rows, and the inputs have {rows}.")
 
     def admit(self, batch: Batch, others: tuple[int, ...] | None = None) -> Admission:
         """Whether a batch replays. ``others``: its open sizes but for the rows; if ``None`` those of the last call."""
