@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from bcg_compiler.distributed.pipeline import PipelineProxy, ProxyForm, Stage
 from bcg_compiler.models.layers.all_to_all import AllToAll
-from bcg_compiler.models.layers.basic import Embedding, GatedMLP, Linear, RMSNorm
+from bcg_compiler.models.layers.basic import GatedMLP, RMSNorm
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.expert_parallel import open_all_to_all
 from bcg_compiler.models.layers.flashinfer import LatentShape
@@ -20,6 +21,7 @@ from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.moe import ExpertParallel, MoE, Routing
 from bcg_compiler.models.layers.planned import PlannedLatentAttention, planned_latent_attention
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig
+from bcg_compiler.models.layers.staged import StageDecoder, StagedModel
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class DeepseekConfig:
     def scale(self) -> float:
         """Of attention scores."""
         return (self.nope_width + self.rotary_width) ** -0.5 * self.rotary.score_factor
+
+    def shares_at(self, layer: int) -> bool:
+        """Whether there is such a layer, and it looks at the tokens that a layer before it has chosen."""
+        return layer < len(self.indexers) and not self.indexers[layer]
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> DeepseekConfig:
@@ -213,15 +219,15 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), chosen
 
 
-class Decoder(nn.Module):
-    """All layers: ids to hidden states."""
+class Decoder(StageDecoder):
+    """All layers, or those of a stage."""
 
-    def __init__(self, config: DeepseekConfig, pages: int, page_size: int, parallel: ExpertParallel) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab, config.hidden)
+    def __init__(
+        self, config: DeepseekConfig, pages: int, page_size: int, parallel: ExpertParallel, stage: Stage | None
+    ) -> None:
         planned = None
         if not config.indexers:  # all layers attend alike: they share a plan
-            like = self.embed_tokens.weight
+            like = torch.empty(0)
             planned = planned_latent_attention(
                 LatentShape(
                     config.heads,
@@ -234,27 +240,34 @@ class Decoder(nn.Module):
                     like.device,
                 )
             )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, planned, pages, page_size, parallel) for i in range(config.layers)
+        super().__init__(
+            stage,
+            config.layers,
+            lambda i: DecoderLayer(config, i, planned, pages, page_size, parallel),
+            vocab=config.vocab,
+            hidden=config.hidden,
+            eps=config.eps,
+            tied=config.tied,
         )
-        self.norm = RMSNorm(config.hidden, config.eps)
         self.rotary = Rotary(config.rotary)
+        self.hands_on_chosen = config.shares_at(self.stage.end)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Both int64 ``[tokens]``; hidden states ``[tokens, hidden]``."""
-        x = self.embed_tokens(input_ids)
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> PipelineProxy:
+        """See ``StageDecoder``. ``topk_indices`` are handed on where the first layer behind reads them."""
+        x, chosen = proxy.hidden_states, proxy.topk_indices
         angles = self.rotary(positions, x.dtype)
-        chosen = None
-        for layer in self.layers:
+        for layer in self.own_layers():
             x, chosen = layer(x, angles, chosen)
-        return self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return PipelineProxy(x, topk_indices=chosen if self.hands_on_chosen else None)
 
 
-class Deepseek(nn.Module):
+class Deepseek(StagedModel):
     """The language model. Call it while a batch is published: ``with batch.published(): model(ids, batch.positions)``.
 
     Parameters have the names of a Hugging Face checkpoint. Every layer's cache has ``pages`` pages of ``page_size``.
-    ``all_to_all`` and ``group`` share the routed experts out over ranks, see ``open_all_to_all``.
+    ``all_to_all`` and ``group`` share the routed experts out over ranks, see ``open_all_to_all``. Of a ``stage`` behind
+    the first it has the parts only: ``LaterStage`` is what is called.
     """
 
     def __init__(
@@ -265,17 +278,16 @@ class Deepseek(nn.Module):
         page_size: int,
         all_to_all: str | AllToAll = "none",
         group: ProcessGroup | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        super().__init__()
         config = DeepseekConfig.of(fields)
-        self.config = config
         experts = config.routing.experts
         backend = open_all_to_all(all_to_all, experts=experts, hidden=config.hidden, group=group)
-        self.model = Decoder(config, pages, page_size, ExpertParallel.over(backend))
-        self.lm_head = Linear(config.hidden, config.vocab)
-        if config.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        decoder = Decoder(config, pages, page_size, ExpertParallel.over(backend), stage)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch; both inputs are int64 ``[tokens]``."""
-        return self.lm_head(self.model(input_ids, positions))
+        def form(border: str, layer: int) -> ProxyForm:
+            topk = config.index_most if config.shares_at(layer) else 0
+            return ProxyForm(border, config.hidden, torch.get_default_dtype(), topk=topk)
+
+        super().__init__(decoder, form)
+        self.config = config

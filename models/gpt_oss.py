@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 import bcg_compiler as bcg
+from bcg_compiler.distributed.pipeline import PipelineProxy, ProxyForm, Stage
 from bcg_compiler.models.layers.attention import paged_attention
-from bcg_compiler.models.layers.basic import Embedding, Linear, RMSNorm
+from bcg_compiler.models.layers.basic import Linear, RMSNorm
 from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.experts import ClampedExperts
 from bcg_compiler.models.layers.kernels import run
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig, rotate
+from bcg_compiler.models.layers.staged import StageDecoder, StagedModel
 
 
 @dataclass(frozen=True)
@@ -198,40 +200,42 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
-    """All layers: ids to hidden states."""
+class Decoder(StageDecoder):
+    """All layers, or those of a stage."""
 
-    def __init__(self, config: GptOssConfig, pages: int, page_size: int) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, pages, page_size) for i in range(len(config.windows)))
-        self.norm = RMSNorm(config.hidden, config.eps)
+    def __init__(self, config: GptOssConfig, pages: int, page_size: int, stage: Stage | None) -> None:
+        super().__init__(
+            stage,
+            len(config.windows),
+            lambda i: DecoderLayer(config, i, pages, page_size),
+            vocab=config.vocab,
+            hidden=config.hidden,
+            eps=config.eps,
+            tied=config.tied,
+        )
         self.rotary = Rotary(config.rotary)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Both int64 ``[tokens]``; hidden states ``[tokens, hidden]``."""
-        x = self.embed_tokens(input_ids)
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> PipelineProxy:
+        """See ``StageDecoder``."""
+        x = proxy.hidden_states
         angles = self.rotary(positions, x.dtype)
-        for layer in self.layers:
+        for layer in self.own_layers():
             x = layer(x, angles)
-        return self.norm(x)
+        return PipelineProxy(x if self.norm is None else self.norm(x))
 
 
-class GptOss(nn.Module):
+class GptOss(StagedModel):
     """The language model. Call it while a batch is published: ``with batch.published(): model(ids, batch.positions)``.
 
-    Parameters have the names of a Hugging Face checkpoint. Every layer's cache has ``pages`` pages of ``page_size``.
+    Parameters have the names of a Hugging Face checkpoint. Every layer's cache has ``pages`` pages of ``page_size``. Of
+    a ``stage`` behind the first it has the parts only: ``LaterStage`` is what is called.
     """
 
-    def __init__(self, fields: Mapping[str, Any], *, pages: int, page_size: int) -> None:
-        super().__init__()
+    def __init__(self, fields: Mapping[str, Any], *, pages: int, page_size: int, stage: Stage | None = None) -> None:
         config = GptOssConfig.of(fields)
-        self.config = config
-        self.model = Decoder(config, pages, page_size)
-        self.lm_head = Linear(config.hidden, config.vocab)
-        if config.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch; both inputs are int64 ``[tokens]``."""
-        return self.lm_head(self.model(input_ids, positions))
+        def form(border: str, layer: int) -> ProxyForm:
+            return ProxyForm(border, config.hidden, torch.get_default_dtype())
+
+        super().__init__(Decoder(config, pages, page_size, stage), form)
+        self.config = config

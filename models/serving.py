@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bcg_compiler.distributed.pipeline import Stage
 from bcg_compiler.models.deepseek import Deepseek
 from bcg_compiler.models.gpt_oss import GptOss
 from bcg_compiler.models.layers.checkpoint import load_weights
@@ -19,9 +20,10 @@ from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.indexer import Indexer
 from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.pages import PagePool
+from bcg_compiler.models.layers.staged import LaterStage, StagedModel, is_of_another_stage
 
 #: ``model_type`` of a ``config.json`` → the model, made of its fields, ``pages`` and ``page_size``.
-FAMILIES: dict[str, Callable[..., nn.Module]] = {
+FAMILIES: dict[str, Callable[..., StagedModel]] = {
     "deepseek_v2": Deepseek,
     "deepseek_v3": Deepseek,
     "deepseek_v32": Deepseek,
@@ -39,6 +41,7 @@ def empty(
     dtype: torch.dtype = torch.float32,
     fp8_index: bool = False,
     context_parallel: bool = False,
+    stage: Stage | None = None,
     **parallel: Any,
 ) -> nn.Module:
     """A model of the configuration with weights that hold nothing: for "meta", or to be filled.
@@ -46,9 +49,10 @@ def empty(
     ``fields`` are those of a ``config.json``. ``fp8_index``: the caches of indexers hold 8 bits a number, as those of
     published models do; chosen tokens are then not quite those of transformers. ``context_parallel``: the model is for
     batches of one context-parallel rank (``PrefillBatch.context_parallel``): attention is not planned, as a plan that
-    is captured has no place for what ranks tell each other. ``parallel``: ``all_to_all`` and
-    ``group``, which share the routed experts out over ranks (``layers.expert_parallel.open_all_to_all``). Raises
-    ``ModelError`` for a family that is not here, with the nearest, and for ``fp8_index`` without an indexer.
+    is captured has no place for what ranks tell each other. ``stage``: only the layers of a pipeline stage, and what it
+    has beside them (``layers.staged``). ``parallel``: ``all_to_all`` and ``group``, which share the routed experts out
+    over ranks (``layers.expert_parallel.open_all_to_all``). Raises ``ModelError`` for a family that is not here, with
+    the nearest, for ``fp8_index`` without an indexer, and for a stage of other layers.
     """
     family = str(fields.get("model_type"))
     if family not in FAMILIES:
@@ -65,11 +69,11 @@ def empty(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = FAMILIES[family](fields, pages=pages, page_size=page_size, **parallel).eval()
+            model = FAMILIES[family](fields, pages=pages, page_size=page_size, stage=stage, **parallel).eval()
     finally:
         torch.set_default_dtype(before)
     indexers = [module for module in model.modules() if isinstance(module, Indexer)]
-    if fp8_index and not indexers:
+    if fp8_index and not getattr(model.config, "indexers", ()):
         raise ModelError(
             f"fp8_index=True is for models with an indexer, and a {family} of this configuration has none."
         )
@@ -78,17 +82,21 @@ def empty(
     for module in model.modules() if context_parallel else ():
         if isinstance(module, LatentAttention):
             module.attend_unplanned()
-    return model
+    return model if model.stage.is_first else LaterStage(model).eval()
 
 
-def build(fields: Mapping[str, Any], *, seed: int = 0, **kwargs: Any) -> nn.Module:
-    """A model of the configuration with random weights, drawn on its own device; arguments as of ``empty``."""
-    model = empty(fields, **kwargs)
+def build(fields: Mapping[str, Any], *, seed: int = 0, stage: Stage | None = None, **kwargs: Any) -> nn.Module:
+    """A model of the configuration with random weights, drawn on its own device; arguments as of ``empty``.
+
+    A ``stage`` has the weights that the whole model has.
+    """
+    model = empty(fields, stage=stage, **kwargs)
+    whole = model if stage is None else empty(fields, **{**kwargs, "device": "meta"})
+    seeds = {name: seed + i for i, (name, _) in enumerate(whole.named_parameters())}
     spread = float(fields.get("initializer_range", 0.02))
     with torch.no_grad():
-        for parameter in model.parameters():
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-            seed += 1
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator(parameter.device).manual_seed(seeds[name])
             # Weights of norms are around 1: they are the ones of one dimension.
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, spread, generator=generator)
     return model
@@ -103,13 +111,14 @@ def load(
     dtype: torch.dtype | None = None,
     fp8_index: bool = False,
     context_parallel: bool = False,
+    stage: Stage | None = None,
     **parallel: Any,
 ) -> nn.Module:
     """A model with the weights of a Hugging Face folder: ``config.json`` and safetensors, in one file or several.
 
-    ``dtype``: that of the configuration unless given; ``fp8_index``, ``context_parallel`` and ``parallel`` as of
-    ``empty``: a rank loads the experts that it holds. Raises ``ModelError`` if the family is not here, or the tensors
-    are not those of the configuration (see ``load_weights``).
+    ``dtype``: that of the configuration unless given; all else as of ``empty``: a rank loads the layers and the experts
+    that it holds. Raises ``ModelError`` if the family is not here, or the tensors are
+    not those of the configuration (see ``load_weights``); those of other stages are not looked at.
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -118,7 +127,7 @@ def load(
     fields = json.loads(path.read_text())
     if dtype is None:
         dtype = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    model = empty(
+    model: Any = empty(
         fields,
         pages=pages,
         page_size=page_size,
@@ -126,6 +135,7 @@ def load(
         dtype=dtype,
         fp8_index=fp8_index,
         context_parallel=context_parallel,
+        stage=stage,
         **parallel,
     )
     # Layers behind the last one predict several tokens at once: they are a model of their own.
@@ -134,13 +144,17 @@ def load(
 
     def ignored(name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and count <= int(layer[1]) < count + more
+        if layer is not None and count <= int(layer[1]) < count + more:
+            return True
+        return is_of_another_stage(name, model.model)
 
     load_weights(model, folder, ignored)
     return model
 
 
 def page_pool(model: nn.Module) -> PagePool:
-    """The pages of a model's cache, none of them in use."""
-    cache = next(buffer for name, buffer in model.named_buffers() if name.endswith("_cache"))
+    """The pages of a model's cache, none of them in use. Raises ``ModelError`` for a stage without layers."""
+    cache = next((buffer for name, buffer in model.named_buffers() if name.endswith("_cache")), None)
+    if cache is None:
+        raise ModelError("The model has no layer here, and so no cache to share out pages of.")
     return PagePool(cache.shape[0], cache.shape[1], cache.device)

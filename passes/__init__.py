@@ -1,5 +1,6 @@
 """Passes over an annotated graph, one file each. Imported as ``bcg_compiler.passes``.
 
+``bind_pp_proxies``       inputs from the pipeline stage before: slots of the token axis
 ``mark_break_functions``  calls of ``@eager_break`` functions and ``call_with_break``
 ``mark_attention``        attention, the weights projection of a sparse indexer, the indexer itself, expert-parallel
 ``mark_logits_gate``      mixture of experts: where ``options={"mark": [...]}`` asks for it, as a graph could hold it

@@ -8,6 +8,7 @@ from bcg_compiler.breaks import KINDS
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.options import Options
+from bcg_compiler.passes.bind_pp_proxies import bind_pp_proxies
 from bcg_compiler.passes.fuse_mla_bmm import fuse_mla_bmm
 from bcg_compiler.passes.hoist_plans import hoist_plans
 from bcg_compiler.passes.join_side_streams import join_side_streams
@@ -32,6 +33,7 @@ Pass = Callable[[AnnotatedGraph], PassResult]
 def pipeline(options: Options) -> dict[str, Pass]:
     """The passes in the order they run, configured by ``options``."""
     return {
+        "bind_pp_proxies": bind_pp_proxies,
         "hoist_plans": partial(hoist_plans, padded=options.ladder is not None),
         "mark_break_functions": mark_break_functions,
         "mark_attention": partial(mark_attention, wanted="attention" in options.mark),

@@ -9,6 +9,7 @@
 ``dynamo_log`` what Dynamo logs and counts about code that it did not compile
 ``functorch`` the stack of transforms
 ``recorder`` the dispatch mode that records ATen operations
+``pytree``   classes that torch takes apart
 
 Run on torch 2.11.0, 2.13.0 and 2.14.1.
 """

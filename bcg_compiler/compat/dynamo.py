@@ -28,11 +28,26 @@ _ATTRIBUTE = re.compile(r"\.[A-Za-z_]\w*$|\.__dict__\[")
 
 def source_name(node: Node) -> str:
     """Where Dynamo got a placeholder from, e.g. ``L['x'].size()[0]``; ``""`` if it does not say."""
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return ""
-    name = source.name
+    return _name_of(getattr(node, "_dynamo_source", None))
+
+
+def _name_of(source: Any) -> str:
+    name = getattr(source, "name", "")
     return str(name() if callable(name) else name)  # a method up to torch 2.12, a property since
+
+
+def owner_of(node: Node) -> type | None:
+    """The class of the object that a placeholder is an attribute of; ``None`` if it is an argument by itself, or
+    nothing is known. To be asked while a backend is called: Dynamo then has the arguments of the call.
+    """
+    source, output = getattr(node, "_dynamo_source", None), _output_graph()
+    base = getattr(source, "base", None)
+    if output is None or base is None or not hasattr(source, "member"):
+        return None
+    try:  # as Dynamo's guards do it
+        return type(eval(_name_of(base), {"L": output.local_scope, "G": output.global_scope}))
+    except Exception:
+        return None
 
 
 def is_static_input(node: Node) -> bool:
@@ -207,9 +222,8 @@ def lasting_effects() -> list[str]:
             names = [f".{name}" for name, value in stored.items() if not _stays(object_at(address), name, value)]
             if stored and not names:
                 continue  # set, and set back
-            source = getattr(variable, "source", None)
-            name = "" if source is None else source.name() if callable(source.name) else source.name
-            found += [f"{dotted_path(str(name))}{part}".strip(".") or "an object" for part in names or [""]]
+            name = _name_of(getattr(variable, "source", None))
+            found += [f"{dotted_path(name)}{part}".strip(".") or "an object" for part in names or [""]]
     return found
 
 

@@ -2,6 +2,7 @@
 
 ``context_parallel``  which rows of a batch each rank holds: numbers and indices alone
 ``gather``            the rows of all ranks of a group
+``pipeline``          which layers each stage has, and what goes from one to the next
 ``replay_vote``       whether all ranks replay, in which buckets, and what they capture before
 ``vote_wire``         a vote as int64 numbers
 ``exchange``          one all-gather that ends in time, and names the ranks that do not come

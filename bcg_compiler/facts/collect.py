@@ -157,7 +157,8 @@ class _Collector:
                 root = self.roots.of_input(example, fake, node)
                 self.values[node] = fake
                 self._see_device(fake)
-                facts = NodeFacts(ordinal, "input", results=root, specs=specs_of(fake))
+                owner = dynamo.owner_of(node)
+                facts = NodeFacts(ordinal, "input", results=root, specs=specs_of(fake), owner=owner)
             else:
                 self.values[node] = described
                 facts = NodeFacts(ordinal, "input", host_only=True, size=_size(described))

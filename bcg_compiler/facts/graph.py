@@ -26,6 +26,7 @@ class AnnotatedGraph:
     ``rows``         whether padded rows can reach live ones, for each number of rows that the graph leaves open
     ``conditions``   what holds of the sizes that the graph leaves open, as expressions: for others it is another graph
     ``input_views``  (ordinal, input) of returned values that lie in the memory of an input but are not the input itself
+    ``proxies``  ordinals of inputs that lie in a ``PipelineProxy``: their rows are the tokens of the call
     ``hoisted``      breaks whose plan runs before the graph, with that plan
     ``objects``      numbers of Python objects of which nothing is known but their identity: the same in every plan
     ``outside``      roots that exist outside the call: inputs, parameters, buffers, constants
@@ -49,6 +50,7 @@ class AnnotatedGraph:
     mode_nodes: dict[int, Node] = field(default_factory=dict)
     marks: dict[Node, Reason] = field(default_factory=dict)
     moving: set[int] = field(default_factory=set)
+    proxies: set[int] = field(default_factory=set)
     hoisted: dict[Node, PlanCall] = field(default_factory=dict)
     objects: dict[int, int] = field(default_factory=dict)
 
@@ -88,6 +90,7 @@ class AnnotatedGraph:
         self.input_facts = {node: renumbered(facts) for node, facts in self.input_facts.items()}
         self.mode_nodes = {new[ordinal]: node for ordinal, node in self.mode_nodes.items()}
         self.moving = {new[ordinal] for ordinal in self.moving}
+        self.proxies = {new[ordinal] for ordinal in self.proxies}
         self.input_views = frozenset((new[result], new[given]) for result, given in self.input_views)
         self.rows = tuple(
             replace(

@@ -115,6 +115,7 @@ class NodeFacts:
     ``uncapturable`` reasons why no graph may hold it, most telling first; empty if one may
     ``host_only``   no tensor goes in or comes out: arithmetic on sizes and numbers
     ``opaque``      the body is not seen: a break function, a custom op
+    ``owner``       class of the object among the caller's arguments that an input is an attribute of, if it is
     ``group``       ordinal of the first node of a functorch region that must stay whole, or of the producer of the
                     tuple that this node takes an item of; else its own ordinal
     """
@@ -138,6 +139,7 @@ class NodeFacts:
     host_only: bool = False
     opaque: bool = False
     mode: ModeState = field(default_factory=ModeState)
+    owner: type | None = None
     group: int = -1
 
     @property

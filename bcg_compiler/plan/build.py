@@ -77,7 +77,7 @@ class _Builder:
             check_slot_names(self.options, inputs)
         conditions = map(self.symbols.text, self.graph.conditions)
         rows = [replace(v, bounds=tuple(map(self.symbols.text, v.bounds))) for v in self.graph.rows]
-        padding = choose_padding(self.options, {v.ordinal: v for v in inputs}, rows, conditions)
+        padding = choose_padding(self.options, {v.ordinal: v for v in inputs}, rows, conditions, self.graph.proxies)
         if isinstance(padding, Padding):
             plan = self._plan(inputs, passes, padding, None)
             refusal = PaddedRows(self.graph, self.symbols, padding).refusal(plan)
@@ -130,7 +130,7 @@ class _Builder:
                     v.ordinal,
                     v.ordinal in written_inputs,
                     v.ordinal in self.graph.moving,
-                    slot_policy(self.options, v, padding),
+                    slot_policy(self.options, v, padding, self.graph.proxies),
                 )
                 for v in values
                 if v.kind == "input" and v.ordinal in wanted

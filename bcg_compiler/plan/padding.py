@@ -7,7 +7,7 @@ import cmath
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -26,14 +26,18 @@ def choose_padding(
     values: Mapping[int, Value],
     verdicts: Sequence[RowVerdict],
     conditions: Iterable[str],
+    proxies: Collection[int] = (),
 ) -> Padding | Reason | None:
     """How the ladder is used, or why not; ``None`` without a ladder.
 
     ``values`` are the inputs by ordinal; ``verdicts`` and ``conditions`` are those of the graph, in the plan's names.
+    ``proxies`` are the inputs from a pipeline stage: their rows are the tokens, unless the options name others.
     """
     if options.ladder is None:
         return None
     meant = _of_tokens(options.token_dim, values, verdicts)
+    if options.token_dim is None and proxies:
+        meant = [v for v in meant if any(ordinal in proxies and dim == 0 for ordinal, dim in v.inputs)]
     if not meant:
         return Reason("no_token_dim", _no_token_dim(options.token_dim))
     if len(meant) > 1:
@@ -119,9 +123,14 @@ def token_place(options: Options, plan: Plan) -> tuple[int, int] | None:
     return meant[0].inputs[0] if len(meant) == 1 else None
 
 
-def slot_policy(options: Options, value: Value, padding: Padding | None) -> SlotPolicy:
+def slot_policy(options: Options, value: Value, padding: Padding | None, proxies: Collection[int] = ()) -> SlotPolicy:
     """The policy of one slot. Raises ``OptionError`` for one that its input cannot have."""
     policy = options.slots.get(value.name) or options.slots.get(value.argument) or SlotPolicy()
+    if value.ordinal in proxies and policy.kind != "zero":
+        raise OptionError(
+            f"Option 'slots' gives {str(policy)!r} for {label(value)}, which the pipeline stage before hands on: its "
+            f"padded rows are zeroed at each call, as nothing is known of what else they could be. Drop it."
+        )
     if padding is None or policy.kind == "zero":
         return SlotPolicy()
     rows = has_rows(value.specs, padding.symbol)

@@ -1,0 +1,112 @@
+"""A language model, or one pipeline stage of it: what it has beside its layers, what goes in and what comes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bcg_compiler.distributed.pipeline import PipelineProxy, ProxyForm, Stage
+from bcg_compiler.models.layers.basic import Embedding, Linear, RMSNorm
+from bcg_compiler.models.layers.errors import ModelError
+
+
+class StageDecoder(nn.Module):
+    """The layers of a stage, each at its global index among all; the others are ``None``.
+
+    The first stage has the embedding, and so has the last one where its weight is that of the logits, too (``tied``).
+    The last one has the norm.
+    """
+
+    def __init__(
+        self,
+        stage: Stage | None,
+        layers: int,
+        make: Callable[[int], nn.Module],
+        *,
+        vocab: int,
+        hidden: int,
+        eps: float,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        self.stage = stage = Stage.even(layers, 1, 0) if stage is None else stage
+        if stage.layers != layers:
+            raise ModelError(f"{stage} is one of {stage.layers} layers, and the configuration has {layers}.")
+        self.vocab, self.hidden, self.tied = vocab, hidden, tied
+        self.embed_tokens = Embedding(vocab, hidden) if stage.is_first or (stage.is_last and tied) else None
+        self.layers = nn.ModuleList(stage.place(make))  # type: ignore[arg-type]  # torch takes None for a module
+        self.norm = RMSNorm(hidden, eps) if stage.is_last else None
+
+    def own_layers(self) -> list[nn.Module]:
+        """The layers that are here, in order."""
+        return [self.layers[i] for i in range(self.stage.start, self.stage.end)]
+
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> PipelineProxy:
+        """From embedded ids, or what the stage before hands on, to what the next one takes, or normed hidden states.
+
+        ``positions`` int64 ``[tokens]``.
+        """
+        raise NotImplementedError
+
+
+class StagedModel(nn.Module):
+    """A language model whose first argument is ids: all of it, or its first stage.
+
+    ``takes`` and ``gives`` are the forms of the proxies before and behind the stage, ``None`` at the ends of the
+    model. ``form(border, layer)`` says what a proxy in front of a layer looks like.
+    """
+
+    def __init__(self, decoder: StageDecoder, form: Callable[[str, int], ProxyForm]) -> None:
+        super().__init__()
+        self.stage = stage = decoder.stage
+        self.takes = None if stage.is_first else form(stage.border_before, stage.start)
+        self.gives = None if stage.is_last else form(stage.border, stage.end)
+        self.model = decoder
+        self.lm_head = Linear(decoder.hidden, decoder.vocab) if stage.is_last else None
+        if self.lm_head is not None and decoder.tied:
+            assert decoder.embed_tokens is not None
+            self.lm_head.weight = decoder.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
+        """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch, or the proxy for the next stage.
+
+        Both inputs are int64 ``[tokens]``.
+        """
+        embed = self.model.embed_tokens
+        assert embed is not None  # the first stage has it
+        return _handed_on(self.model(PipelineProxy(embed(input_ids)), positions), self.lm_head)
+
+
+class LaterStage(nn.Module):
+    """A stage behind the first one: it has no ids, and takes a proxy in their place. Parameters keep their names."""
+
+    def __init__(self, built: StagedModel) -> None:
+        super().__init__()
+        assert built.takes is not None
+        self.stage, self.takes, self.gives = built.stage, built.takes, built.gives
+        self.model, self.lm_head = built.model, built.lm_head
+
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
+        """Logits or the next proxy, as of ``StagedModel``; ``positions`` int64 ``[tokens]``.
+
+        Raises ``PipelineError`` for a proxy that is not of the form of ``takes``.
+        """
+        self.takes.check(proxy, positions.shape[0])
+        return _handed_on(self.model(proxy, positions), self.lm_head)
+
+
+def _handed_on(proxy: PipelineProxy, lm_head: Linear | None) -> torch.Tensor | PipelineProxy:
+    return proxy if lm_head is None else lm_head(proxy.hidden_states)
+
+
+def is_of_another_stage(name: str, decoder: StageDecoder) -> bool:
+    """Whether a tensor of a checkpoint of the whole model is held by other stages only."""
+    stage = decoder.stage
+    if layer := re.match(r"model\.layers\.(\d+)\.", name):
+        return int(layer[1]) < stage.layers and not stage.start <= int(layer[1]) < stage.end
+    if name.startswith("model.embed_tokens."):
+        return decoder.embed_tokens is None
+    return name.startswith(("model.norm.", "lm_head.")) and not stage.is_last
