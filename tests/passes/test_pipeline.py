@@ -41,6 +41,7 @@ CHANGES = dict.fromkeys(names(), 0) | {"mark_break_functions": 1, "mark_rules": 
 
 def test_the_default_order() -> None:
     assert names() == (
+        "bind_pp_proxies",
         "hoist_plans",
         "mark_break_functions",
         "mark_attention",
