@@ -11,6 +11,7 @@ from bcg_compiler.context import current_context, forward_context
 from bcg_compiler.errors import BcgError, LadderError
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
+from bcg_compiler.prefill import Prefilled, PrefillRunner, Wanted
 from bcg_compiler.runtime import admission, capture, counters, programs_of, reset, stats
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "Limits",
     "Options",
     "Plan",
+    "PrefillRunner",
+    "Prefilled",
+    "Wanted",
     "admission",
     "aot_compile",
     "call_with_break",

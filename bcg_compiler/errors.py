@@ -23,6 +23,7 @@ class AdmissionError(BcgError, ValueError):
 class ParallelError(BcgError, ValueError):
     """A layout over ranks that cannot be, or rows that are not those of the layout."""
 
+
 class PipelineError(BcgError, ValueError):
     """Pipeline stages that do not make up a model, or a proxy between two of them that is not what they agreed on."""
 

@@ -21,7 +21,7 @@ from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.moe import ExpertParallel, MoE, Routing
 from bcg_compiler.models.layers.planned import PlannedLatentAttention, planned_latent_attention
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig
-from bcg_compiler.models.layers.staged import StageDecoder, StagedModel
+from bcg_compiler.models.layers.staged import Handed, StageDecoder, StagedModel
 
 
 @dataclass(frozen=True)
@@ -252,14 +252,16 @@ class Decoder(StageDecoder):
         self.rotary = Rotary(config.rotary)
         self.hands_on_chosen = config.shares_at(self.stage.end)
 
-    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> PipelineProxy:
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> Handed:
         """See ``StageDecoder``. ``topk_indices`` are handed on where the first layer behind reads them."""
         x, chosen = proxy.hidden_states, proxy.topk_indices
         angles = self.rotary(positions, x.dtype)
-        for layer in self.own_layers():
+        rows = {}
+        for i, layer in self.own_layers():
             x, chosen = layer(x, angles, chosen)
+            rows[i] = x
         x = x if self.norm is None else self.norm(x)
-        return PipelineProxy(x, topk_indices=chosen if self.hands_on_chosen else None)
+        return self.handed(PipelineProxy(x, topk_indices=chosen if self.hands_on_chosen else None), rows)
 
 
 class Deepseek(StagedModel):

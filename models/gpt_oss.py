@@ -18,7 +18,7 @@ from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.experts import ClampedExperts
 from bcg_compiler.models.layers.kernels import run
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig, rotate
-from bcg_compiler.models.layers.staged import StageDecoder, StagedModel
+from bcg_compiler.models.layers.staged import Handed, StageDecoder, StagedModel
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,14 @@ class Decoder(StageDecoder):
         )
         self.rotary = Rotary(config.rotary)
 
-    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> PipelineProxy:
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> Handed:
         """See ``StageDecoder``."""
         x = proxy.hidden_states
         angles = self.rotary(positions, x.dtype)
-        for layer in self.own_layers():
-            x = layer(x, angles)
-        return PipelineProxy(x if self.norm is None else self.norm(x))
+        rows = {}
+        for i, layer in self.own_layers():
+            rows[i] = x = layer(x, angles)
+        return self.handed(PipelineProxy(x if self.norm is None else self.norm(x)), rows)
 
 
 class GptOss(StagedModel):

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import bcg_compiler as bcg
 from bcg_compiler.distributed.pipeline import Stage
+from bcg_compiler.distributed.ranks import Ranks
 from bcg_compiler.models.deepseek import Deepseek
 from bcg_compiler.models.gpt_oss import GptOss
 from bcg_compiler.models.layers.checkpoint import load_weights
@@ -150,6 +152,25 @@ def load(
 
     load_weights(model, folder, ignored)
     return model
+
+
+def runner(model: Any, *, ladder: Any, ranks: Ranks | None = None, **how: Any) -> bcg.PrefillRunner:
+    """What runs batches of a model of this module, or of a stage of it, on one of several ranks or alone.
+
+    ``model`` is built with ``stage=ranks.layers(...)``, and with ``context_parallel=True`` where a batch is shared out.
+    ``how``: other arguments of ``bcg.PrefillRunner``.
+    """
+    decoder = model.model
+    return bcg.PrefillRunner(
+        decoder,
+        ladder=ladder,
+        embed=decoder.embed_tokens if model.stage.is_first else None,
+        tail=model.lm_head,
+        ranks=ranks,
+        takes=model.takes,
+        gives=model.gives,
+        **how,
+    )
 
 
 def page_pool(model: nn.Module) -> PagePool:

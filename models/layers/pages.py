@@ -56,6 +56,12 @@ class PagePool:
             self._tokens[request] = self._tokens.get(request, 0) + new
         return batch
 
+    def idle(self) -> PrefillBatch:
+        """The batch of no request: of a rank that has none while others work together with it."""
+        table = torch.zeros(0, 1, dtype=torch.int32, device=self.device)
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return PrefillBatch((), (), table, none, none, self.page_size, self.pages)
+
     def free(self, request: Hashable) -> None:
         """Take back the pages of a request that has ended. Raises ``ModelError`` for one that has none."""
         if request not in self._owned:

@@ -12,6 +12,8 @@ from bcg_compiler.distributed.pipeline import PipelineProxy, ProxyForm, Stage
 from bcg_compiler.models.layers.basic import Embedding, Linear, RMSNorm
 from bcg_compiler.models.layers.errors import ModelError
 
+Handed = PipelineProxy | tuple[PipelineProxy, tuple[torch.Tensor, ...]]
+
 
 class StageDecoder(nn.Module):
     """The layers of a stage, each at its global index among all; the others are ``None``.
@@ -36,20 +38,26 @@ class StageDecoder(nn.Module):
         if stage.layers != layers:
             raise ModelError(f"{stage} is one of {stage.layers} layers, and the configuration has {layers}.")
         self.vocab, self.hidden, self.tied = vocab, hidden, tied
+        #: Layers of this stage whose rows are handed out, too, behind the proxy: what a draft model reads, say.
+        self.auxiliary: tuple[int, ...] = ()
         self.embed_tokens = Embedding(vocab, hidden) if stage.is_first or (stage.is_last and tied) else None
         self.layers = nn.ModuleList(stage.place(make))  # type: ignore[arg-type]  # torch takes None for a module
         self.norm = RMSNorm(hidden, eps) if stage.is_last else None
 
-    def own_layers(self) -> list[nn.Module]:
-        """The layers that are here, in order."""
-        return [self.layers[i] for i in range(self.stage.start, self.stage.end)]
+    def own_layers(self) -> list[tuple[int, nn.Module]]:
+        """The layers that are here, in order, with their numbers."""
+        return [(i, self.layers[i]) for i in range(self.stage.start, self.stage.end)]
 
-    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> PipelineProxy:
+    def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> Handed:
         """From embedded ids, or what the stage before hands on, to what the next one takes, or normed hidden states.
 
-        ``positions`` int64 ``[tokens]``.
+        ``positions`` int64 ``[tokens]``. With ``auxiliary`` layers also the rows behind each of them.
         """
         raise NotImplementedError
+
+    def handed(self, proxy: PipelineProxy, rows: dict[int, torch.Tensor]) -> Handed:
+        """The result of ``forward``: ``rows`` are those behind the layers that are here."""
+        return (proxy, tuple(rows[i] for i in self.auxiliary)) if self.auxiliary else proxy
 
 
 class StagedModel(nn.Module):
@@ -98,7 +106,8 @@ class LaterStage(nn.Module):
         return _handed_on(self.model(proxy, positions), self.lm_head)
 
 
-def _handed_on(proxy: PipelineProxy, lm_head: Linear | None) -> torch.Tensor | PipelineProxy:
+def _handed_on(handed: Handed, lm_head: Linear | None) -> torch.Tensor | PipelineProxy:
+    proxy = handed[0] if isinstance(handed, tuple) else handed
     return proxy if lm_head is None else lm_head(proxy.hidden_states)
 
 

@@ -41,9 +41,7 @@ def test_ranges_are_taken_if_and_only_if_each_layer_is_in_one_of_them_in_order(
     sound = sound and [b for pair in bounds for b in pair] == sorted(b for pair in bounds for b in pair)
     sound = sound and bounds[0][0] == 0 and bounds[-1][1] == layers
     try:
-        stages = [
-            Stage.of(layers, len(bounds), i, start=start, end=end) for i, (start, end) in enumerate(bounds)
-        ]
+        stages = [Stage.of(layers, len(bounds), i, start=start, end=end) for i, (start, end) in enumerate(bounds)]
         check_stages(stages[::-1])
     except PipelineError as error:
         assert not sound and "Stage" in str(error)

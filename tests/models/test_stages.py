@@ -86,7 +86,9 @@ def test_each_stage_has_its_own_parameters_under_the_names_of_the_checkpoint(nam
     for stage in cut(2, 2, 4):  # the second one has no layer
         model: Any = serving.load(tmp_path, stage=stage, **SIZES)
         assert len(model.model.layers) == LAYERS
-        assert [i for i, layer in enumerate(model.model.layers) if layer is not None] == [*range(stage.start, stage.end)]
+        assert [i for i, layer in enumerate(model.model.layers) if layer is not None] == [
+            *range(stage.start, stage.end)
+        ]
         for key, tensor in model.state_dict().items():
             assert torch.equal(tensor, wanted[key])
         held += model.state_dict()

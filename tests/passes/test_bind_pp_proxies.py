@@ -29,9 +29,7 @@ def stage(given: PipelineProxy, positions: Tensor) -> PipelineProxy:
 
 
 def proxy(rows: int) -> PipelineProxy:
-    made = PipelineProxy(
-        torch.randn(rows, 4), torch.randn(rows, 2, 4), torch.randint(9, (rows, 3), dtype=torch.int32)
-    )
+    made = PipelineProxy(torch.randn(rows, 4), torch.randn(rows, 2, 4), torch.randint(9, (rows, 3), dtype=torch.int32))
     for _, tensor in made.tensors():
         torch._dynamo.mark_dynamic(tensor, 0)
     return made
