@@ -112,6 +112,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 #: One string, as a list would take a hundred lines.
 _POINTWISE = (
+    "__lshift__ __rshift__ "
     "_to_copy abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift "
     "bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clone copy cos "
     "cosh div elu eq erf erfc exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu gt hardsigmoid "

@@ -26,7 +26,7 @@ class ExpertGroup(Protocol):
     def grouped(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """What each row's own expert makes of it, in one call.
 
-        Rows of expert ``i`` end before ``ends[i]`` (int32 ``[count]``); ``owners`` int64 ``[rows]`` says the same row
+        Rows of expert ``i`` end before ``ends[i]`` (int32 ``[count]``); ``owners`` int16 ``[rows]`` says the same row
         by row, ``count`` behind the last end, where anything may come back.
         """
 
@@ -95,7 +95,7 @@ class ClampedExperts:
 
     def grouped(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """See ``ExpertGroup``."""
-        owners = owners.clamp(max=self.count - 1)
+        owners = owners.long().clamp(max=self.count - 1)
         gate_up = F.grouped_mm(rows, self.gate_up, offs=ends) + self.gate_up_bias[owners]
         inner = clamped_gate(gate_up, self.alpha, self.limit)
         return F.grouped_mm(inner, self.down, offs=ends) + self.down_bias[owners]

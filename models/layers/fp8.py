@@ -30,7 +30,9 @@ def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pack(rows: torch.Tensor) -> torch.Tensor:
     """``[..., width]`` to bytes ``[..., width + 4]``. ``width`` is a multiple of 4."""
     values, scales = quantise(rows)
-    return torch.cat([values.view(torch.uint8), scales[..., None].view(torch.uint8)], -1)
+    # The bytes of a scale one by one, the low one first: Inductor cannot view a column as numbers of another size.
+    bits = scales.view(torch.int32)[..., None] >> torch.arange(0, 32, 8, device=rows.device)
+    return torch.cat([values.view(torch.uint8), (bits & 255).to(torch.uint8)], -1)
 
 
 def parts(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

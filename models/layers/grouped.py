@@ -23,6 +23,8 @@ def refuses(
     """Why this cannot do such a call; "" if it can."""
     if hidden.dtype != torch.bfloat16:
         return f"grouped products are for bfloat16, not {hidden.dtype}"
+    if group.count >= 1 << 15:
+        return f"there are {group.count} experts, and they are numbered in 15 bits"
     if any(width % 8 for width in group.widths):
         return f"the rows of experts, {' and '.join(map(str, group.widths))} wide, must be multiples of 8"
     return ""
@@ -36,9 +38,10 @@ def experts(
         return
     count, chosen = group.count, ids.shape[1]
     here = ids >= 0
-    # Rows for experts of other ranks go behind all others, where no group is.
-    owners, order = ids.where(here, count).flatten().sort(stable=True)
-    ends = torch.searchsorted(owners, torch.arange(1, count + 1, device=ids.device), out_int32=True)
+    # Rows for experts of other ranks go behind all others, where no group is. A sort takes a pass for a few bits.
+    owners, order = ids.where(here, count).flatten().to(torch.int16).sort(stable=True)
+    experts = torch.arange(1, count + 1, dtype=torch.int16, device=ids.device)
+    ends = torch.searchsorted(owners, experts, out_int32=True)
     made = group.grouped(hidden[order // chosen], ends, owners)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
