@@ -40,8 +40,8 @@ def experts(
     here = ids >= 0
     # Rows for experts of other ranks go behind all others, where no group is. A sort takes a pass for a few bits.
     owners, order = ids.where(here, count).flatten().to(torch.int16).sort(stable=True)
-    experts = torch.arange(1, count + 1, dtype=torch.int16, device=ids.device)
-    ends = torch.searchsorted(owners, experts, out_int32=True)
+    numbers = torch.arange(1, count + 1, dtype=torch.int16, device=ids.device)
+    ends = torch.searchsorted(owners, numbers, out_int32=True)
     made = group.grouped(hidden[order // chosen], ends, owners)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)

@@ -36,15 +36,18 @@ def choose_tokens(
 class LogitsGate(Linear):
     """How much each index head counts, from the hidden states: float32 ``[rows, heads]``.
 
-    A module of its own, scale included, so that a pass can mark all of it; then it joins the break beside it.
+    A module of its own, scales included, so that a pass can mark all of it; then it joins the break beside it.
     """
 
     def __init__(self, hidden: int, heads: int, scale: float) -> None:
         super().__init__(hidden, heads)
         self.scale = scale
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).float() * self.scale
+    def forward(self, x: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` ``[rows, hidden]``; ``scales`` float32 ``[rows, heads]``, of queries that were rounded."""
+        weights = super().forward(x).float() * self.scale
+        # relu(s * x) is s * relu(x) for a positive s: the scale of a query can go into its weight.
+        return weights if scales is None else weights * scales
 
 
 class LayerNorm(nn.Module):
@@ -105,12 +108,11 @@ class Indexer(nn.Module):
         query = self._rotated(self.wq_b(q_low).unflatten(-1, (self.heads, self.width)), angles)
         key = self._rotated(self.k_norm(self.wk(x))[:, None], angles)[:, 0]
         chosen = torch.empty(x.shape[0], self.most, dtype=torch.int32, device=x.device)
-        weights = self.weights_proj(x)
+        scales = None
         if fp8.is_packed(self.key_cache):
-            # relu(s * x) is s * relu(x) for a positive s: the scale of a query can go into its weight.
+            key = fp8.pack(key)
             query, scales = fp8.quantise(query)
-            key, weights = fp8.pack(key), weights * scales
-        choose_tokens(query, key, weights, self.key_cache, chosen)
+        choose_tokens(query, key, self.weights_proj(x, scales), self.key_cache, chosen)
         return chosen
 
     def _rotated(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -146,7 +146,7 @@ ROW_WISE: dict[str, tuple[Callable[..., Any], Inputs]] = {
     "batch_flattened_and_back": (lambda x: (x.view(-1, 4) @ W).view(2, -1, 6), batch),
     "features_as_bytes": (lambda x: torch.cat([x, x.sum(-1, True)], -1).view(torch.uint8) + 1, rows),
     "bytes_of_features_and_back": (lambda x: x.view(torch.int16).flip(-1).view(torch.float32).nan_to_num(), rows),
-    "shifted": (lambda x: (x.view(torch.int32) >> torch.arange(4)) & 255, rows),
+    "bits_shifted": (lambda x: (x.view(torch.int32) >> torch.arange(4)) & 255, rows),
     "split_features": (lambda x: torch.cat([p * 2 for p in x.split(2, -1)], -1), rows),
     "unbound_features": (lambda x: x.unbind(1)[3] + x[:, 0], rows),
     "features_joined": (lambda x: torch.cat((x, x * 2), -1), rows),
