@@ -37,9 +37,14 @@ def compile_graph(
 
     shapes: Any = "from_graph" if context is None else "from_tracing_context"
     ambient = tracing(context) if context is not None and TracingContext.try_get() is not context else nullcontext()
-    # standalone_compile asks for kernels that are tuned while it compiles, for artifacts that are moved to another
-    # machine: they are compiled one after the other, and once more for the tuning.
-    when_tuned = {"config_patches": {"triton.autotune_at_compile_time": tuned}}
+    patches = {
+        # standalone_compile asks for kernels that are tuned while it compiles, for artifacts that are moved to another
+        # machine: they are compiled one after the other, and once more for the tuning.
+        "triton.autotune_at_compile_time": tuned,
+        # The pass that folds constants takes x for x + 0: a result is then the caller's argument, or another result,
+        # and with torch 2.11 what is written there later (pytorch/pytorch#197893).
+        "joint_graph_constant_folding": False,
+    }
     # Inductor's caches keep with a graph what it takes for granted of sizes that are inputs of their own. Here they are
     # those of tensors: for x[:5] code that was made for five rows or more would be found for four, too.
     modes = dict.fromkeys(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
@@ -47,7 +52,7 @@ def compile_graph(
     config: Any = torch.compiler.config  # its methods are not known to type checkers
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
     with ambient, caches, torch.no_grad():
-        return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options=when_tuned)
+        return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
 
 
 def missing_tool(error: BaseException) -> str:

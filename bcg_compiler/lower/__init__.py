@@ -4,14 +4,16 @@
 ``writer``   lines of source text that know which node they are for
 ``program``  a function for each segment, and the flat function over all steps, eagerly
 ``units``    compiles the units of segments
+``compiled`` a unit with what a compiler made of it
 ``stubs``    what a capture does in place of break functions
 ``replay``   the flat function over replays and breaks of one capture
 """
 
+from bcg_compiler.lower.compiled import CompiledUnit, units_seen_by
 from bcg_compiler.lower.program import Lowered, lower, lower_prefix
 from bcg_compiler.lower.replay import Captured, Code, write_replay
 from bcg_compiler.lower.stubs import Stub
-from bcg_compiler.lower.units import CompiledUnit, SegmentCompiler, UnitCompiler, units_seen_by
+from bcg_compiler.lower.units import SegmentCompiler, UnitCompiler
 
 __all__ = [
     "Captured",

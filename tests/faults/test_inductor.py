@@ -72,7 +72,75 @@ def test_a_result_that_shares_memory_with_another_value(
     for _ in range(3):
         pair.write_results((rand(2, 4),))
     stats = bcg.stats(pair.compiled)
-    assert stats.replays and stats.eager_units == {"unit_alias": 1}
+    dropout_is_a_view = torch.__version__ >= "2.14" and program is not _lazily_conjugate
+    assert stats.replays and stats.eager_units == ({} if dropout_is_a_view else {"unit_alias": 1})
+
+
+def _neutral_tensors(x: Tensor) -> Any:
+    zeros, ones = torch.zeros(4), torch.ones(4)
+    return x + zeros, x * ones, x - zeros, x / ones
+
+
+def _neutral_numbers(x: Tensor) -> Any:
+    return x + 0, x * 1.0, x / 1.0
+
+
+def _columns_plus_zeros(x: Tensor) -> Any:
+    return torch.zeros(3) + x[:, :3]
+
+
+def _a_result_times_ones(x: Tensor) -> Any:
+    made = x.sin()
+    return made * torch.ones(4), made
+
+
+def _written_later(x: Tensor) -> Any:
+    before = x + torch.zeros(4)
+    x.add_(1)
+    return before, x * 2
+
+
+@pytest.mark.parametrize(
+    "program",
+    [_neutral_tensors, _neutral_numbers, _columns_plus_zeros, _a_result_times_ones, _written_later],
+    ids=lambda f: f.__name__[1:],
+)
+def test_a_result_has_memory_of_its_own(compile_pair: Any, rand: Any, program: Callable[..., Any]) -> None:
+    """A result was the argument, or the other result, where an operation changes no number. Its strides were those of
+    that value, too, and with torch 2.11 it was what was written there later.
+    """
+    pair = compile_pair(program)
+    for _ in range(3):
+        pair.write_results((rand(2, 4),))
+    stats = bcg.stats(pair.compiled)
+    assert stats.replays and not stats.eager_units
+
+
+@ONE_FORM
+def test_a_copy_does_not_change_with_what_a_break_writes(
+    check: Any, breaks: SimpleNamespace, rand: Any, ints: Any
+) -> None:
+    """The sum was the cache itself."""
+
+    def program(cache: Tensor, x: Tensor, slots: Tensor) -> Any:
+        before = cache + torch.zeros(4)
+        breaks.push_(cache, slots, x)
+        return before * 2, before
+
+    assert bcg.stats(check(program, [(rand(6, 4), rand(2, 4), ints(1, 4))]).compiled).replays
+
+
+def test_a_written_argument_with_gaps(check: Any, rand: Any) -> None:
+    """The first look at the code is on copies, which had none: the code asked for the strides that it was made for."""
+
+    def program(x: Tensor) -> Any:
+        x.add_(1)
+        return x[:1], x * 2
+
+    whole = rand(5, 4)
+    pair = check(program, [lambda: (whole.clone()[:, :3],)])
+    stats = bcg.stats(pair.compiled)
+    assert stats.replays and not stats.eager_units
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a layout of the CPU")

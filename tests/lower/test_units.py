@@ -92,6 +92,55 @@ def test_arguments_that_overlap_in_one_call_and_not_in_another() -> None:
     assert stats.eager_units == {}
 
 
+def takes_it_for_the_argument(module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    return lambda *given: (given[0], *module(*given)[1:])
+
+
+def takes_one_for_the_other(module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    return lambda *given: tuple(module(*given)[:1]) * 2
+
+
+@pytest.mark.parametrize("compiler", [takes_it_for_the_argument, takes_one_for_the_other])
+def test_compiled_code_whose_results_share_memory_is_not_used(compiler: Any) -> None:
+    """Only units whose results share memory in eager code were looked at: the caller wrote two values for one."""
+
+    def fn(a: Tensor, b: Tensor) -> Any:
+        copies = a.clone(), a.clone()
+        b.add_(1)
+        return copies
+
+    program = compiled(fn, compiler)
+    for _ in range(3):
+        args, others = apart(), apart()
+        wanted, got = fn(*others), program(*args)
+        for values in (wanted, got):
+            values[0].add_(1)
+        for want, have in zip((*wanted, *others), (*got, *args), strict=True):
+            assert torch.equal(want, have)
+    assert bcg.stats(program).eager_units == {"unit_alias": 1}
+
+
+def test_a_first_call_that_fails_says_nothing_of_the_code() -> None:
+    """The code counted as looked at, and the next call got the argument for its copy."""
+    calls: list[int] = []
+
+    def fails_once(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("not yet")
+            return takes_it_for_the_argument(module, fakes)(*given)
+
+        return run
+
+    program = compiled(lambda a, b: (a.clone(), a.clone()), fails_once)
+    with pytest.raises(RuntimeError, match="not yet"):
+        program(*apart())
+    args = apart()
+    copy, _ = program(*args)
+    assert copy.data_ptr() != args[0].data_ptr()
+
+
 class Adds(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
