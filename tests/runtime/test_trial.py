@@ -130,19 +130,21 @@ def test_an_error_that_names_an_innocent_operation_leads_to_the_guilty_one(monke
 
 
 def test_a_segment_that_fails_as_a_whole_only_runs_eagerly_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No part of it fails when tried alone: there is nothing to break at."""
+    """No part of it fails when tried alone: there is nothing to break at. Compiled code is given up before that."""
     attempts: list[int] = []
     record = EmulatedCapture.capture
 
     def capture(self: EmulatedCapture, segment: Any, args: Any) -> Any:
-        attempts.append(1)
-        if len(attempts) == 1:
+        if not segment.__code__.co_filename.startswith("<bcg prefix"):
+            attempts.append(1)
             raise RuntimeError("the driver was busy")
         return record(self, segment, args)
 
     monkeypatch.setattr(EmulatedCapture, "capture", capture)
     program = check(lambda x: (x + 1).sin() * 2)
-    assert program.eager_runs == {"warm_up": 1, "capture_failed": 4}
+    given_up = program.eager_units["unit_capture_failed"]
+    assert program.eager_runs == {"warm_up": 1 + given_up, "capture_failed": 4 - given_up}
+    assert len(attempts) == 1 + given_up
 
 
 def test_out_of_memory_while_parts_are_tried_blames_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
