@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import bcg_compiler as bcg
 
+SINCE_2_14 = torch.__version__ >= "2.14"
 WAYS = ("captured",)
 ONE_FORM = pytest.mark.parametrize("breaks", ["custom_op"], indirect=True)
 pytestmark = [pytest.mark.usefixtures("inductor_segments")]
@@ -72,8 +73,8 @@ def test_a_result_that_shares_memory_with_another_value(
     for _ in range(3):
         pair.write_results((rand(2, 4),))
     stats = bcg.stats(pair.compiled)
-    dropout_is_a_view = torch.__version__ >= "2.14" and program is not _lazily_conjugate
-    assert stats.replays and stats.eager_units == ({} if dropout_is_a_view else {"unit_alias": 1})
+    same_view = SINCE_2_14 and program is not _lazily_conjugate  # torch's decomposition gives it, too
+    assert stats.replays and stats.eager_units == ({} if same_view else {"unit_alias": 1})
 
 
 def _neutral_tensors(x: Tensor) -> Any:
@@ -147,7 +148,9 @@ def test_a_written_argument_with_gaps(check: Any, rand: Any) -> None:
 def test_an_input_without_a_storage(check: Any, rand: Any) -> None:
     """Its fake looks like any other tensor: the code that was made for it asked for its address."""
     pair = check(lambda x: x.sin().to_mkldnn().to_dense() + 1, [(rand(4, 4),)], fullgraph=False)
-    assert bcg.stats(pair.compiled).eager_units == {"unit_odd_input": 1}
+    stats = bcg.stats(pair.compiled)
+    # Since 2.14 its fake has a layout, too: what makes and takes it is a break.
+    assert stats.breaks == 1 if SINCE_2_14 else stats.eager_units == {"unit_odd_input": 1}
 
 
 class _Tables(nn.Module):
