@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bcg_compiler.distributed.pipeline import Stage
 from bcg_compiler.models.layers.attention import paged_attention
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.flashinfer import PagedShape
@@ -87,8 +88,18 @@ def load(
     page_size: int = 64,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    stage: Stage | None = None,
 ) -> PagedCausalLM:
-    """``paged`` of the model of a Hugging Face folder. ``dtype``: that of the configuration unless given."""
+    """``paged`` of the model of a Hugging Face folder. ``dtype``: that of the configuration unless given.
+
+    Raises ``ModelError`` for a ``stage`` of several.
+    """
+    if stage is not None and stage.stages > 1:
+        raise ModelError(
+            f"{stage} is no model of its own here: what transformers does around the layers (scales of embeddings, "
+            f"masks, norms, what each layer returns) differs from model to model, and cutting it would take code for "
+            f"each. models.serving cuts the families that it has."
+        )
     from transformers import AutoModelForCausalLM
 
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}

@@ -44,6 +44,7 @@ PAGES = (
     "context-parallel",
     "expert-parallel",
     "hoisting",
+    "pipeline",
     "serving-models",
     "paged-transformers",
     "ranks",

@@ -14,6 +14,7 @@ import bcg_compiler as bcg
 
 pytest.importorskip("transformers")
 
+from bcg_compiler.distributed.pipeline import Stage
 from bcg_compiler.models import hf, serving, zoo
 from bcg_compiler.models.layers.errors import ModelError
 
@@ -149,3 +150,8 @@ def test_a_folder_is_loaded(serve: Any, tmp_path: Path) -> None:
         serve.assert_close(served(torch.cat(prompts), batch.positions), serve.expected(copy.deepcopy(model), prompts))
     with pytest.raises(ModelError, match="pages=0"):
         hf.load(tmp_path, pages=0)
+
+
+def test_a_stage_of_several_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Stage 1 of 2 .* differs from model to model"):
+        hf.load(tmp_path, pages=4, stage=Stage.even(2, 2, 1))
