@@ -34,7 +34,7 @@ nightly: $(STAMP) ## run the tests that take minutes
 	$(PYTEST) -m nightly $(ARGS) $(TESTS)
 
 inductor: $(STAMP) ## run the tests against eager with segments compiled by Inductor (half an hour)
-	$(PYTEST) --segments inductor $(ARGS) $(or $(TESTS),tests/faults tests/runtime tests/models)
+	$(PYTEST) --segments inductor $(ARGS) $(or $(TESTS),tests/faults tests/runtime tests/models/test_architectures.py tests/test_aot.py tests/test_backend.py tests/test_breaks.py)
 
 bench: $(STAMP) ## run all benchmarks (needs a GPU): JSON files and pictures in build/bench
 	mkdir -p build/bench
