@@ -240,3 +240,10 @@ class GptOss(StagedModel):
 
         super().__init__(Decoder(config, pages, page_size, stage), form)
         self.config = config
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
+        """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch; both inputs are int64 ``[tokens]``.
+
+        Of a first stage that is not the last one: what the next one takes.
+        """
+        return self.from_ids(input_ids, positions)

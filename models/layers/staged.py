@@ -78,10 +78,11 @@ class StagedModel(nn.Module):
             assert decoder.embed_tokens is not None
             self.lm_head.weight = decoder.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
+    def from_ids(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
         """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch, or the proxy for the next stage.
 
-        Both inputs are int64 ``[tokens]``.
+        Both inputs are int64 ``[tokens]``. Each family has a ``forward`` of its own that calls it: Dynamo keeps what it
+        compiles by the code of that method, and gives up where there is too much for one.
         """
         embed = self.model.embed_tokens
         assert embed is not None  # the first stage has it
@@ -98,7 +99,7 @@ class LaterStage(nn.Module):
         self.model, self.lm_head = built.model, built.lm_head
 
     def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
-        """Logits or the next proxy, as of ``StagedModel``; ``positions`` int64 ``[tokens]``.
+        """Logits or the next proxy, as of ``StagedModel.from_ids``; ``positions`` int64 ``[tokens]``.
 
         Raises ``PipelineError`` for a proxy that is not of the form of ``takes``.
         """
