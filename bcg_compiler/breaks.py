@@ -199,6 +199,11 @@ class BoundBreak:
             self._check_result(_describe(self.spec.name, result, leaves), leaves)
         return leaves or None
 
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """The same for calls of one break, and of one instance: those are one operation."""
+        return id(self.spec), *map(id, self._receiver())
+
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanCall | None:
         """The plan that a call with these arguments needs; ``None`` if the break has none."""
         return None if self.spec.plan is None else self.spec.plan.call(self._receiver, args, kwargs)

@@ -52,7 +52,7 @@ class AnnotatedGraph:
     moving: set[int] = field(default_factory=set)
     proxies: set[int] = field(default_factory=set)
     hoisted: dict[Node, PlanCall] = field(default_factory=dict)
-    objects: dict[int, int] = field(default_factory=dict)
+    objects: dict[Any, int] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[Node]:

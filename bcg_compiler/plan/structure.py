@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts.node import ModeState, NodeFacts, TensorSpec
 
 _SYMBOL = re.compile(r"\b(?:zuf|zf|s|u)\d+\b")
@@ -55,7 +56,7 @@ def structural_key(
     held: Mapping[Node, GraphModule],
     outputs: Iterable[Node],
     device: str,
-    objects: dict[int, int],
+    objects: dict[Any, int],
     symbols: SymbolNames | None = None,
 ) -> str:
     """A key over ops, constants, shapes, strides, dtypes, devices, argument order, modes and symbolic sizes.
@@ -93,7 +94,7 @@ def structural_key(
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def constant_text(value: Any, reference: Callable[[Node], str], main: torch.device, objects: dict[int, int]) -> str:
+def constant_text(value: Any, reference: Callable[[Node], str], main: torch.device, objects: dict[Any, int]) -> str:
     """``value`` as text that is the same in every process; ``reference`` gives the text of a node."""
 
     def inner(item: Any) -> str:
@@ -124,7 +125,8 @@ def constant_text(value: Any, reference: Callable[[Node], str], main: torch.devi
     if name and _found(module, name) is value:
         return f"{module}.{name}"
     name = name or getattr(value, "__name__", None) or type(value).__qualname__
-    return f"{module}.{name}#{objects.setdefault(id(value), len(objects))}"
+    identity = value.identity if isinstance(value, BoundBreak) else id(value)
+    return f"{module}.{name}#{objects.setdefault(identity, len(objects))}"
 
 
 def _found(module: str, name: str) -> Any:

@@ -68,3 +68,21 @@ def test_the_first_layers(name: str, golden: Golden, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm5", "gpt_oss"])
 def test_all_layers(name: str, golden: Golden) -> None:
     golden(name, texts_of(name))
+
+
+@pytest.mark.parametrize("options", [{}, {"ladder": [512, 1024]}], ids=["512 tokens", "any number of tokens"])
+@pytest.mark.parametrize("hoisted", [True, False])
+def test_steps_of_a_layer_with_one_plan_for_all(
+    hoisted: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense MLA where FlashInfer does it: of a sparse layer's two breaks one is left, of a dense one's none."""
+    from bcg_compiler.models.layers import flashinfer, planned
+
+    monkeypatch.setattr(flashinfer, "unavailable", lambda device: "")
+    monkeypatch.setattr(flashinfer.LatentShape, "refuses", lambda shape: "")
+    monkeypatch.setattr(planned.Planner, "prepare", lambda planner: None)  # of no batch: nothing is run
+    monkeypatch.setattr(full_size, "cut", lambda: full_size.deepseek_v3(layers=6), raising=False)
+    plan = plan_of("cut", options if hoisted else {**options, "disable_passes": ["hoist_plans"]})
+    assert len(plan.hoisted) == hoisted
+    assert dict(plan.reasons()) == ({"a2a_moe": 3} if hoisted else {"attention": 6, "a2a_moe": 3})
+    assert (len(plan.segments), len(plan.breaks)) == ((4, 3) if hoisted else (10, 9))

@@ -430,5 +430,5 @@ def test_layers_around_captured_bodies_are_compiled_once() -> None:
     for batch in BATCHES[:4]:
         model(*batch)
     assert len(model.plan.breaks) == 0
-    assert model.stats.eager_units == {"unit_opaque": LAYERS}
-    assert len(seen) < LAYERS + 1
+    assert model.stats.eager_units == {"unit_opaque": 1}  # one body, called in each layer
+    assert len(seen) <= 4  # at any depth
