@@ -128,7 +128,8 @@ class Compiled:
         with bcg.forward_context(lengths=list(lengths), batch=bcg.Batch(rows=rows, requests=len(lengths))):
             got = self.compiled(x)
         # Another number of rows may mean another kernel, which sums in another order: on some CPUs too.
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=f"batch {lengths}")
+        if not torch.equal(got, want):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=f"batch {lengths}")
         return [rows for rows, capturing in _planned[before:] if not capturing]
 
     @property
