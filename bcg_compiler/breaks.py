@@ -28,12 +28,13 @@ from typing import Any, NamedTuple, TypeVar, overload
 import torch
 
 from bcg_compiler.compat.fake import is_fake_call, is_functional_call, object_at, tree_leaves
+from bcg_compiler.compat.new_sizes import sizes_from_bodies
 from bcg_compiler.context import published
 from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutationError, nearest
 from bcg_compiler.hoisting import PlanCall, PlanFunction
 
 #: What a break may be declared as: reason codes of ``docs/reasons.md``. Passes find the parts of a model by them.
-KINDS = ("eager_break", "attention", "dsa_indexer", "logits_gate", "a2a_moe")
+KINDS = ("eager_break", "attention", "dsa_indexer", "logits_gate", "a2a_moe", "cp_gather_tail")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,7 +131,10 @@ class Break:
 
     def infer(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the break returns for fake arguments: what ``fake`` says, else nothing (it only writes)."""
-        return self.fake(*receiver, *args, **kwargs) if self.fake is not None else None
+        if self.fake is None:
+            return None
+        with sizes_from_bodies((args, kwargs)):
+            return self.fake(*receiver, *args, **kwargs)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         """Each argument with the name of the parameter that takes it: that of ``*args`` for the surplus ones."""
@@ -311,7 +315,8 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
     ``mutates_args``      names of the parameters that the body writes into. Checked whenever it runs.
     ``fake``              function of the same arguments which returns empty tensors of the result's shapes and
                           dtypes, or an argument itself where the result is one. Not needed by a break that returns
-                          nothing.
+                          nothing. A size that only the body knows is
+                          ``torch.library.get_ctx().new_dynamic_size()``.
     ``capture_stub``      called with the body's arguments in its place while a program is captured: it may fill
                           buffers that the graph allocated, and what it returns fills those of the break's results.
                           Never the caller's memory (a KV cache): a capture has no effects.
@@ -319,7 +324,8 @@ def eager_break(fn: Any = None, **declared: Any) -> Any:
     ``writes_every_row``  the body writes all rows of its results, padded ones too: the runner need not zero them.
     ``reads_live_rows``   the body reads only the live rows, so padding cannot reach its results.
     ``reason``            what kind of break it is, by which passes know it and the plan shows it: ``attention``,
-                          ``dsa_indexer``, ``logits_gate``, ``a2a_moe``; ``eager_break`` if it is none of these.
+                          ``dsa_indexer``, ``logits_gate``, ``a2a_moe``, ``cp_gather_tail``; ``eager_break`` if it is
+                          none of these.
     ``plan``              what the host does for the body once a call (``docs/hoisting.md``): a function of some of the
                           body's constant parameters, ``self`` included, which reads the forward context and writes
                           buffers that the body reads. It runs before the first segment, once for all breaks that share

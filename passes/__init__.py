@@ -7,6 +7,7 @@
 ``mark_dsa_indexer``
 ``mark_a2a_moe``
 ``mark_rules``            what the user's rules name (``options={"breaks": [...]}``)
+``mark_cp_gather_tail``   the gather at the end of a context-parallel graph, with all that follows from it
 ``join_side_streams``     lets work on a second stream be captured, where ``options={"dual_stream": True}`` asks for it
 ``mark_uncapturable``     what the facts of the graph prove uncapturable
 ``fuse_mla_bmm``          takes the matmul of absorbed MLA out from between the breaks of indexer and attention

@@ -15,6 +15,7 @@ from bcg_compiler.passes.join_side_streams import join_side_streams
 from bcg_compiler.passes.mark_a2a_moe import mark_a2a_moe
 from bcg_compiler.passes.mark_attention import mark_attention
 from bcg_compiler.passes.mark_break_functions import mark_break_functions
+from bcg_compiler.passes.mark_cp_gather_tail import mark_cp_gather_tail
 from bcg_compiler.passes.mark_dsa_indexer import mark_dsa_indexer
 from bcg_compiler.passes.mark_logits_gate import mark_logits_gate
 from bcg_compiler.passes.mark_rules import mark_rules
@@ -24,8 +25,8 @@ from bcg_compiler.passes.result import PassResult
 log = logging.getLogger("bcg_compiler.passes")
 
 
-#: What ``options={"mark": [...]}`` takes: every kind of break but the one that says nothing.
-MARKED = tuple(kind for kind in KINDS if kind != "eager_break")
+#: What ``options={"mark": [...]}`` takes: every kind of break that can be known without its declaration.
+MARKED = tuple(kind for kind in KINDS if kind not in ("eager_break", "cp_gather_tail"))
 
 Pass = Callable[[AnnotatedGraph], PassResult]
 
@@ -41,6 +42,7 @@ def pipeline(options: Options) -> dict[str, Pass]:
         "mark_dsa_indexer": partial(mark_dsa_indexer, wanted="dsa_indexer" in options.mark),
         "mark_a2a_moe": partial(mark_a2a_moe, wanted="a2a_moe" in options.mark),
         "mark_rules": partial(mark_rules, rules=options.breaks),
+        "mark_cp_gather_tail": mark_cp_gather_tail,
         "join_side_streams": partial(join_side_streams, wanted=options.dual_stream),
         "mark_uncapturable": mark_uncapturable,
         "fuse_mla_bmm": fuse_mla_bmm,

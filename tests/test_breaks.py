@@ -416,7 +416,7 @@ def test_the_plan_shows_what_a_break_is_declared_to_be() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "said"),
-    [("atention", "Did you mean 'attention'"), ("host_sync", "Known: a2a_moe, attention, dsa_indexer")],
+    [("atention", "Did you mean 'attention'"), ("host_sync", "Known: a2a_moe, attention, cp_gather_tail, dsa_indexer")],
 )
 def test_an_unknown_kind_of_break_is_refused_with_the_nearest_ones(reason: str, said: str) -> None:
     """Also a code that the compiler itself gives: nobody can declare what only facts show."""

@@ -27,9 +27,15 @@ def tree_leaves(values: Any) -> list[Any]:
 
 def is_fake_call(values: Any) -> bool:
     """Whether an operation called with ``values`` now is being traced and must not run for real."""
-    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
-        return True
-    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(values))
+    return fake_mode_of(values) is not None
+
+
+def fake_mode_of(values: Any) -> FakeTensorMode | None:
+    """The mode under which an operation called with ``values`` now makes fakes; ``None`` if it runs for real."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, FakeTensorMode):
+            return mode
+    return next((leaf.fake_mode for leaf in tree_leaves(values) if isinstance(leaf, FakeTensor)), None)
 
 
 def is_functional_call(values: Any) -> bool:

@@ -36,6 +36,10 @@ BREAKS = {
         "experts on several ranks",
         "Nothing: how many tokens go to which rank is read on the host.",
     ),
+    "cp_gather_tail": Meaning(
+        "works on the gathered rows of all context-parallel ranks",
+        "Nothing: how many rows the whole batch has, no bucket says.",
+    ),
     "mla_bmm": Meaning(
         "a lone matmul between the breaks of indexer and attention",
         "Nothing needs to be done: it is cheaper there than as a graph of its own.",

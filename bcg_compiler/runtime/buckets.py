@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bcg_compiler.facts import TensorSpec
-from bcg_compiler.plan import Padding, Plan
+from bcg_compiler.plan import Padding, Plan, Value
 from bcg_compiler.plan.padding import symbol_sources
 from bcg_compiler.plan.sizes import evaluate, substitute, symbols_in
 from bcg_compiler.runtime.memory import Form, dense
@@ -24,6 +24,11 @@ class Bucket:
     others: tuple[int, ...]
     symbol: str
     symbols: Mapping[str, int]
+
+    def tells(self, value: Value) -> bool:
+        """Whether it says all sizes of a value: not so if one of them was read from data."""
+        sizes = (value.size, *(size for spec in value.specs for size in (*spec.shape, *spec.strides)))
+        return all(symbols_in(size) <= self.symbols.keys() for size in sizes if size)
 
     def form(self, spec: TensorSpec, grad: bool = False) -> Form:
         """What a tensor of the plan looks like in this bucket."""

@@ -582,9 +582,11 @@ class Program:
         found = dict(self._warm.get(None, {}))
         for ordinal in (*self.plan.bridges, *found):
             value = values.get(ordinal)
-            if value is not None and value.specs:
+            if value is None or not bucket.tells(value):
+                continue  # as it was in the first call
+            if value.specs:
                 found[ordinal] = bucket.form(value.specs[0])
-            elif value is not None and value.size:
+            elif value.size:
                 found[ordinal] = evaluate(value.size, bucket.symbols)
         return found
 

@@ -11,6 +11,7 @@ from torch import nn
 from bcg_compiler.distributed.pipeline import PipelineProxy, ProxyForm, Stage
 from bcg_compiler.models.layers.basic import Embedding, Linear, RMSNorm
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.gather_tail import gather_rows
 
 Handed = PipelineProxy | tuple[PipelineProxy, tuple[torch.Tensor, ...]]
 
@@ -64,7 +65,8 @@ class StagedModel(nn.Module):
     """A language model whose first argument is ids: all of it, or its first stage.
 
     ``takes`` and ``gives`` are the forms of the proxies before and behind the stage, ``None`` at the ends of the
-    model. ``form(border, layer)`` says what a proxy in front of a layer looks like.
+    model. ``form(border, layer)`` says what a proxy in front of a layer looks like. ``gathers``: rows are those of one
+    context-parallel rank, and logits those of the whole batch, on each.
     """
 
     def __init__(self, decoder: StageDecoder, form: Callable[[str, int], ProxyForm]) -> None:
@@ -73,6 +75,7 @@ class StagedModel(nn.Module):
         self.takes = None if stage.is_first else form(stage.border_before, stage.start)
         self.gives = None if stage.is_last else form(stage.border, stage.end)
         self.model = decoder
+        self.gathers = False
         self.lm_head = Linear(decoder.hidden, decoder.vocab) if stage.is_last else None
         if self.lm_head is not None and decoder.tied:
             assert decoder.embed_tokens is not None
@@ -81,12 +84,13 @@ class StagedModel(nn.Module):
     def from_ids(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
         """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch, or the proxy for the next stage.
 
-        Both inputs are int64 ``[tokens]``. Each family has a ``forward`` of its own that calls it: Dynamo keeps what it
-        compiles by the code of that method, and gives up where there is too much for one.
+        Both inputs are int64 ``[tokens]``, under context parallelism of the tokens that the rank holds. Each family has a
+        ``forward`` of its own that calls it: Dynamo keeps what it compiles by the code of that method, and gives up
+        where there is too much for one.
         """
         embed = self.model.embed_tokens
         assert embed is not None  # the first stage has it
-        return _handed_on(self.model(PipelineProxy(embed(input_ids)), positions), self.lm_head)
+        return _handed_on(self.model(PipelineProxy(embed(input_ids)), positions), self)
 
 
 class LaterStage(nn.Module):
@@ -96,7 +100,7 @@ class LaterStage(nn.Module):
         super().__init__()
         assert built.takes is not None
         self.stage, self.takes, self.gives = built.stage, built.takes, built.gives
-        self.model, self.lm_head = built.model, built.lm_head
+        self.model, self.lm_head, self.gathers = built.model, built.lm_head, built.gathers
 
     def forward(self, proxy: PipelineProxy, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
         """Logits or the next proxy, as of ``StagedModel.from_ids``; ``positions`` int64 ``[tokens]``.
@@ -104,12 +108,14 @@ class LaterStage(nn.Module):
         Raises ``PipelineError`` for a proxy that is not of the form of ``takes``.
         """
         self.takes.check(proxy, positions.shape[0])
-        return _handed_on(self.model(proxy, positions), self.lm_head)
+        return _handed_on(self.model(proxy, positions), self)
 
 
-def _handed_on(handed: Handed, lm_head: Linear | None) -> torch.Tensor | PipelineProxy:
+def _handed_on(handed: Handed, stage: StagedModel | LaterStage) -> torch.Tensor | PipelineProxy:
     proxy = handed[0] if isinstance(handed, tuple) else handed
-    return proxy if lm_head is None else lm_head(proxy.hidden_states)
+    if stage.lm_head is None:
+        return proxy
+    return stage.lm_head(gather_rows(proxy.hidden_states) if stage.gathers else proxy.hidden_states)
 
 
 def is_of_another_stage(name: str, decoder: StageDecoder) -> bool:

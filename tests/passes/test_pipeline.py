@@ -49,6 +49,7 @@ def test_the_default_order() -> None:
         "mark_dsa_indexer",
         "mark_a2a_moe",
         "mark_rules",
+        "mark_cp_gather_tail",
         "join_side_streams",
         "mark_uncapturable",
         "fuse_mla_bmm",
