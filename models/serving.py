@@ -50,11 +50,12 @@ def empty(
 
     ``fields`` are those of a ``config.json``. ``fp8_index``: the caches of indexers hold 8 bits a number, as those of
     published models do; chosen tokens are then not quite those of transformers. ``context_parallel``: the model is for
-    batches of one context-parallel rank (``PrefillBatch.context_parallel``), and gives the logits of the whole batch:
-    attention is not planned, as a plan that is captured has no place for what ranks tell each other. ``stage``: only the layers of a pipeline stage, and what it
-    has beside them (``layers.staged``). ``parallel``: ``all_to_all`` and ``group``, which share the routed experts out
-    over ranks (``layers.expert_parallel.open_all_to_all``). Raises ``ModelError`` for a family that is not here, with
-    the nearest, for ``fp8_index`` without an indexer, and for a stage of other layers.
+    batches of one context-parallel rank (``PrefillBatch.context_parallel``), and gives the logits of the whole batch;
+    attention is not planned, as a plan that is captured has no place for what ranks tell each other. ``stage``: only
+    the layers of a pipeline stage, and what it has beside them (``layers.staged``). ``parallel``: ``all_to_all`` and
+    ``group``, which share the routed experts out over ranks (``layers.expert_parallel.open_all_to_all``). Raises
+    ``ModelError`` for a family that is not here, with the nearest, for ``fp8_index`` without an indexer, and for a
+    stage of other layers.
     """
     family = str(fields.get("model_type"))
     if family not in FAMILIES:

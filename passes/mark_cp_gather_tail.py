@@ -19,7 +19,7 @@ REASON = "cp_gather_tail"
 
 
 def mark_cp_gather_tail(graph: AnnotatedGraph) -> PassResult:
-    """Mark what follows from a break that is declared ``cp_gather_tail``, be it by what it returns or by what is written.
+    """Mark what follows from a break declared ``cp_gather_tail``, be it by what it returns or by what is written.
 
     The plan then ends with one eager step, on the rows of the whole batch, which are no rows of a bucket. Where
     something else stands behind the gather that could be captured, nothing is marked, and ``notes`` say what it is

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import bcg_compiler as bcg
+from bcg_compiler.breaks import BoundBreak, Break
 from bcg_compiler.errors import BreakArgumentError, BreakGradError, BreakMutationError, ContextError
 
 Tensor = torch.Tensor
@@ -279,6 +281,37 @@ def test_a_result_unlike_the_fake_is_an_error(body: Any, fake: Any, said: str) -
     broken = bcg.eager_break(fake=fake)(work)
     with pytest.raises(BreakArgumentError, match=said):
         full(lambda x: (broken(x.sin()), x + 1))(torch.randn(3))
+
+
+def some(x: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), *x.shape[1:])
+
+
+@bcg.eager_break(fake=some)
+def above_zero(x: Tensor) -> Tensor:
+    return x[x[:, 0] > 0]
+
+
+@torch.no_grad()
+def test_a_fake_may_leave_a_size_open_that_only_the_body_knows() -> None:
+    """One graph for any size of the result, none and one included; ``call_with_break`` takes such a fake, too."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = above_zero((x * 2).sin())
+        return kept.cos(), bcg.call_with_break(torch_free, kept.sum(0) + 1, fake=like)
+
+    compiled = full(fn)
+    for signs in ([1, -1, 1, 1], [-1, -1, -1, -1], [-1, 1, -1, -1], [1, 1, 1, 1]):
+        x = torch.tensor(signs)[:, None] * torch.rand(4, 3)
+        for found, wanted in zip(compiled(x), fn(x), strict=True):
+            assert torch.equal(found, wanted)
+    assert (bcg.stats(compiled).graphs, bcg.stats(compiled).replays) == (1, 3)
+
+
+@torch.no_grad()
+def test_a_size_of_fakes_without_symbols_cannot_be_left_open() -> None:
+    with FakeTensorMode(), pytest.raises(BreakArgumentError, match=r"make them under FakeTensorMode\(shape_env="):
+        BoundBreak(Break("above_zero", torch_free, fake=some))(torch.empty(4, 3))
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Everything of torch that has no public name, one small module for each part, so that a new torch breaks in one place.
 
 ``fake``     fake tensors: the tracing mode, fresh fakes, storage identity
+``new_sizes`` sizes in the fakes of break functions that only their bodies know
 ``dynamo``   what Dynamo leaves on a graph: sources, module paths, source lines, its counters, the compiled owner
 ``addresses`` addresses of many tensors at once, the current stream's handle
 ``backends`` choices of the process that kernels depend on

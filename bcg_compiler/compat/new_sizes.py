@@ -34,4 +34,4 @@ class _NewSizes:
                 "A fake= asks for a size that only the body knows, and the fake tensors that it is given have no "
                 "symbols: make them under FakeTensorMode(shape_env=ShapeEnv())."
             )
-        return allocate_size(self._env, min, max)  # type: ignore[no-any-return]
+        return allocate_size(self._env, min, max)

@@ -259,6 +259,23 @@ def test_a_gather_is_known_by_its_reason_and_without_one_the_graph_stays(graph_o
     assert not graph.marks and (graph.module.code, graph.facts) == before
 
 
+def test_the_rows_of_a_batch_that_is_not_shared_out_are_its_live_ones() -> None:
+    """They are the caller's own: the next call does not write them."""
+    compiled = torch.compile(gather_rows_of_sines, backend="bcg", options={"capture": "emulated", "ladder": LADDER})
+    kept = []
+    for length in (5, 7, 6, 3):
+        x = torch.randn(length, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        with published(batch_of(length)):
+            kept.append((compiled(x), x.sin() + 1))
+    assert bcg.stats(compiled).replays == 3
+    assert all(torch.equal(found, wanted) for found, wanted in kept)
+
+
+def gather_rows_of_sines(x: Tensor) -> Tensor:
+    return gather_rows(x.sin() + 1)
+
+
 def test_padded_rows_that_reach_live_ones_before_the_gather_reach_the_tail() -> None:
     def fn(x: Tensor) -> Tensor:
         return gather_rows(x.flip(0)) + 1
