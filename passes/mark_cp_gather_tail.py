@@ -2,9 +2,10 @@
 
 Note [What may stand behind a gather]
     Breaks keep their order, so whatever is captured behind the gather would be a segment of its own between its tail
-    and what comes after. The partitioner moves a node in front of the gather where a break behind needs it, and nothing
-    stands against it: it needs nothing that breaks behind the gather make or may write, and writes nothing that is seen
-    outside. Any other node that a graph could hold would stay behind, and the tail would not be the end.
+    and what comes after. The partitioner moves a node in front of the gather where a break behind needs it, and it
+    neither takes nor touches what breaks from the gather on make or may write: all that is seen outside of the call,
+    and the order of random numbers. Any other node that a graph could hold would stay behind, and the tail would not be
+    the end.
 """
 
 from collections.abc import Collection, Iterable
@@ -67,11 +68,7 @@ def _stays_behind(graph: AnnotatedGraph, behind: list[Node], tail: Collection[No
     for node in reversed(behind):
         if not needed.isdisjoint(node.users):
             needed.add(node)
-
-    def moves(node: Node) -> bool:
-        return node in needed and node not in bound and not any(root < 0 for root in graph.facts[node].writes)
-
-    return [node for node in captured if graph.facts[node].kernels and not moves(node)]
+    return [n for n in captured if graph.facts[n].kernels and (n in bound or n not in needed)]
 
 
 def _is_eager(graph: AnnotatedGraph, node: Node) -> bool:
