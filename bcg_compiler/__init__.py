@@ -11,8 +11,9 @@ from bcg_compiler.context import current_context, forward_context
 from bcg_compiler.errors import BcgError, LadderError
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
-from bcg_compiler.prefill import Prefilled, PrefillRunner, Wanted
+from bcg_compiler.prefill import PrefillRunner
 from bcg_compiler.runtime import admission, capture, counters, programs_of, reset, stats
+from bcg_compiler.wanted import Prefilled, Wanted
 
 __all__ = [
     "Batch",

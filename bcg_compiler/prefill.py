@@ -12,31 +12,31 @@ Note [Body and tail]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bcg_compiler.aot import AotProgram, aot_compile
 from bcg_compiler.buckets import Admission, Batch, Ladder, admit
-from bcg_compiler.buckets.admission import HiddenStates, Limits
+from bcg_compiler.buckets.admission import Limits
 from bcg_compiler.context import forward_context
 from bcg_compiler.distributed.pipeline import PipelineProxy, receive, send
 from bcg_compiler.distributed.ranks import Ranks
 from bcg_compiler.distributed.replay_vote import ReplayVote, Terms, Voter, cast
-from bcg_compiler.errors import LadderError, RankError
-from bcg_compiler.plan import plan_hash
+from bcg_compiler.distributed.set_up import SetUp
+from bcg_compiler.errors import BcgError, LadderError, OptionError, PipelineError, RankError
+from bcg_compiler.plan import Plan, plan_hash
 from bcg_compiler.proxies import ProxyForm
-from bcg_compiler.runtime import CaptureReport, capture
+from bcg_compiler.runtime import CaptureReport, Program, capture
+from bcg_compiler.wanted import Prefilled, Wanted, finish
 
 #: Dynamo makes a graph of its own for one row, and for none: fewer live rows are padded to as many.
 FEWEST = 2
-
-Logits = Literal["none", "last", "all"]
 
 
 class RowsOfBatch(Protocol):
@@ -54,45 +54,6 @@ class RowsOfBatch(Protocol):
         """The part of it that one context-parallel rank computes, with ``share.split`` and ``share.restore``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is wanted of a batch besides its keys and values in the cache.
-
-    ``logits``: of the last token of each request, of all tokens, or none. ``logprobs``: what each prompt token got from
-    the tokens before it. ``hidden_states``: of the last layer, normed, of the last or of all tokens.
-    """
-
-    logits: Logits = "last"
-    logprobs: bool = False
-    hidden_states: HiddenStates = "none"
-
-    def __post_init__(self) -> None:
-        for name, words in (("logits", get_args(Logits)), ("hidden_states", get_args(HiddenStates))):
-            if getattr(self, name) not in words:
-                raise RankError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(map(repr, words))}.")
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """What came of a batch.
-
-    Ranks that are not the last stage of a pipeline have no logits, and of hidden states the rows that they hold.
-
-    Attributes:
-        admission: whether it was replayed, in a bucket of tokens of the whole batch.
-        logits: ``[requests or tokens, vocab]``.
-        logprobs: float32 for each request ``[its new tokens - 1]``: of each token but the first of the chunk.
-        hidden_states: ``[requests or tokens, hidden]``.
-        auxiliary: ``[tokens, hidden]`` of each layer that the body hands out besides, in its order.
-    """
-
-    admission: Admission
-    logits: Tensor | None = None
-    logprobs: tuple[Tensor, ...] | None = None
-    hidden_states: Tensor | None = None
-    auxiliary: tuple[Tensor, ...] = ()
-
-
 class PrefillRunner:
     """Runs the batches of one rank.
 
@@ -105,12 +66,14 @@ class PrefillRunner:
         ranks: the groups that this rank works in; alone unless given.
         takes: on stages behind the first, the form of what the stage before sends; ``gives``: of what this one sends.
         limits: what else a batch must be; alike on all ranks.
-        options: of the compiler, without a ladder.
-        timeout: seconds that a rank waits for the votes of the others.
-        config: names and values that must be the same on all ranks, besides versions, ladder, limits and layout.
+        options: of the compiler, without a ladder and limits.
+        timeout: seconds that a rank waits for the others, at a vote and when they compile and capture.
+        config: names and values that must be the same on all ranks, besides versions, ladder, limits, options and
+            layout.
 
     ``capture`` once, on all ranks together, then call it with batches. Raises ``LadderError`` if no bucket can be used,
-    ``RankError`` if ranks do not agree, on all of them.
+    ``PipelineError`` for a stage that has not what it needs at its ends, and ``RankError`` if ranks do not agree, on
+    all of them, or if one of them is gone: it is named within the timeout of the vote, or of the collective.
     """
 
     def __init__(
@@ -131,22 +94,41 @@ class PrefillRunner:
         self.ranks = ranks = Ranks() if ranks is None else ranks
         self._body, self._embed, self._tail = body, embed, tail
         self._takes, self._gives = takes, gives
+        self._check_stage()
         self._options = dict(options or {})
+        for name, instead in (("ladder", "ladder"), ("limits", "limits"), ("max_padding_factor", "limits")):
+            if name in self._options:
+                raise OptionError(f"Option {name!r} is the runner's to decide: give it {instead}= itself.")
         asked = ladder if isinstance(ladder, Ladder) else Ladder(tuple(ladder))
         layout = ranks.layout
         self.buckets = tuple(asked.buckets) if layout is None else layout.usable(asked.buckets)
+        self.buckets = tuple(bucket for bucket in self.buckets if bucket >= FEWEST)
+        if not self.buckets:
+            raise LadderError(f"The ladder {list(asked.buckets)} has no bucket of {FEWEST} tokens or more.")
         #: Bucket → rows of this rank, for which the body is captured.
         self.rows = {b: b for b in self.buckets} if layout is None else layout.capacities(self.buckets)
-        self.limits = limits = Limits() if limits is None else limits
+        limits = Limits() if limits is None else limits
         if layout is not None:
-            self.limits = replace(limits, captured_rows=self.rows)
-        if tail is None:
-            self.limits = replace(self.limits, logprobs=False)
+            limits = replace(limits, captured_rows=self.rows)
+        #: The same on all ranks. Stages before the last one have no tail, and none is asked of them.
+        self._shared = Terms(buckets=self.buckets, limits=limits)
+        self.limits = limits if tail is not None or ranks.after is not None else replace(limits, logprobs=False)
         self._refusal = ranks.refusal
         self._program: AotProgram | None = None
         self.vote: ReplayVote | None = None
-        self._timeout, self._config = timeout, {"layout": ranks.parallel.digest(), **(config or {})}
-        self._failed: set[int] = set()
+        self._timeout, self._config = timeout, dict(config or {})
+        self._failed: frozenset[int] = frozenset()
+        self._hashed: tuple[Plan | None, str] = (None, "")
+
+    def _check_stage(self) -> None:
+        """What a stage has at its ends."""
+        ranks, who = self.ranks, f"Stage {self.ranks.stage} of {self.ranks.parallel.pp}"
+        if ranks.before is None and self._embed is None:
+            raise PipelineError(f"{who} begins with ids: give embed=.")
+        for name, form, there in (("takes", self._takes, ranks.before), ("gives", self._gives, ranks.after)):
+            if (form is None) != (there is None):
+                what = "no stage there, and is given" if there is None else f"stage {there} there, and is not given"
+                raise PipelineError(f"{who} has {what} {name}=, the form of the proxy between the two.")
 
     # -- set-up
 
@@ -154,43 +136,67 @@ class PrefillRunner:
     def capture(self, idle: RowsOfBatch) -> CaptureReport:
         """Compile the body and capture all buckets, the largest first. All ranks together.
 
-        ``idle``: a batch of no request (``PagePool.idle``). The body runs once with it, eagerly: nothing is written.
+        ``idle``: a batch of no request (``PagePool.idle``). The body runs with it, eagerly: nothing is written. A
+        bucket that could not be captured on some rank is used on none.
         """
-        proxy, positions = self._example(idle)
-        for _, tensor in proxy.tensors():
-            torch._dynamo.mark_dynamic(tensor, 0)
-        torch._dynamo.mark_dynamic(positions, 0)
-        options = {**self._options, "ladder": sorted(set(self.rows.values()))}
-        local = self._local(idle)
-        with local.published():
-            self._program = aot_compile(self._body, (proxy, positions), options=options)
-        self._check(self._program)
-        if self._refusal is None:
-            # The first call runs eagerly, and shows what breaks make.
-            with local.published(), _admitted(Admission(min(self.rows.values()), "", "", 0)):
-                self._program(proxy, positions)
-            with forward_context(lined_up=True):
-                report = capture(self._program, progress=False)
-            lost = {rung.rows for rung in report.rungs if rung.error}
-            self._failed |= {bucket for bucket, rows in self.rows.items() if rows in lost}
-        else:
-            report = CaptureReport((), 0.0, 0, 0, 0)
-        if self.ranks.vote is not None:
-            terms = Terms(buckets=self.buckets, limits=self.limits)
-            self.vote = ReplayVote(self.ranks.vote, terms, self._timeout, self._config)
-            self.vote.failed = frozenset(self._failed)
+        if idle.tokens:
+            raise RankError(f"capture() takes a batch of no request, and this one has {idle.tokens} tokens.")
+        self.close()
+        self.ranks.check()
+        told = {f"options.{name}": _told(value) for name, value in self._options.items()}
+        config = {**told, **self._config, **self._shared.configuration(), "layout": self.ranks.parallel.digest()}
+        with SetUp(self.ranks, self._timeout, config, self._takes, self._gives) as together:
+            compiled, arguments = self._compile(idle)
+            program = compiled.program
+            if self.ranks.vote is not None:
+                terms = replace(self._shared, limits=self.limits)
+                self.vote = ReplayVote(self.ranks.vote, terms, self._timeout, {"plan": plan_hash(program.plan)})
+            report, again, failed = CaptureReport((), 0.0, 0, 0, 0), self._refusal is None, frozenset[int]()
+            while again:
+                plan = program.plan
+                # The first call of a plan runs eagerly, and shows what breaks make.
+                with self._local(idle).published(), _admitted(Admission(min(self.rows.values()), "", "", 0)):
+                    compiled(*arguments)
+                if program.plan is plan and program.never is None:
+                    with forward_context(lined_up=True):
+                        report = capture(compiled, progress=False)
+                # What a capture shows may change the plan: then all begin again.
+                again, failed = together.share(program.plan is not plan, self._lost(program), self.buckets)
+        if self.vote is not None:
+            self.vote.failed = failed
+        self._failed, self._program = failed, compiled
         return report
 
-    def _check(self, compiled: AotProgram) -> None:
+    def _compile(self, idle: RowsOfBatch) -> tuple[AotProgram, tuple[PipelineProxy, Tensor]]:
+        """The body, and what it was compiled with."""
+        local = self._local(idle)
+        if self._takes is not None:
+            given = self._takes.empty(0, idle.positions.device)
+        else:
+            assert self._embed is not None
+            given = PipelineProxy(self._embed(idle.positions))
+        proxy, positions = _padded_proxy(given), _padded(local.positions)
+        for tensor in (*(tensor for _, tensor in proxy.tensors()), positions):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with local.published():
+            options = {**self._options, "ladder": sorted(set(self.rows.values()))}
+            compiled = aot_compile(self._body, (proxy, positions), options=options)
         plan = compiled.program.plan
         if plan.padding is None:
             why = plan.unpadded.text if plan.unpadded is not None else "no size of its inputs is open"
             raise LadderError(f"The body cannot be padded: {why}.")
         if missing := sorted(set(self.rows.values()) - set(plan.padding.buckets)):
             raise LadderError(
-                f"The body has no bucket of {', '.join(map(str, missing))} rows, but {list(plan.padding.buckets)}: "
-                "make the ladder of multiples of what its breaks declare (bucket_multiple)."
+                f"The body has no bucket of {', '.join(map(str, missing))} rows, but {list(plan.padding.buckets)}, as "
+                "its breaks take multiples only (bucket_multiple): make a ladder of multiples, and over "
+                "context-parallel ranks an alignment (Ranks.join)."
             )
+        return compiled, (proxy, positions)
+
+    def _lost(self, program: Program) -> frozenset[int]:
+        """The buckets that this rank has no capture of and cannot make one of."""
+        never, lost = program.never is not None, program.lost
+        return frozenset(bucket for bucket, rows in self.rows.items() if never or rows in lost)
 
     def close(self) -> None:
         """Let go of captures and of the group, before ``destroy_process_group``."""
@@ -223,7 +229,13 @@ class PrefillRunner:
         """Whether a batch would replay, as far as this rank knows: the vote of others is not asked."""
         if self._refusal is not None:
             return Admission(None, *self._refusal, record.rows)
-        return admit(record, [b for b in self.buckets if b not in self._failed], self.limits)
+        failed = self._failed
+        if self._program is not None:
+            program = self._program.program
+            if program.never is not None:
+                return Admission(None, program.never, "The body is not captured.", record.rows)
+            failed |= self._lost(program)
+        return admit(record, [bucket for bucket in self.buckets if bucket not in failed], self.limits)
 
     @torch.inference_mode()
     def __call__(
@@ -243,111 +255,139 @@ class PrefillRunner:
         wanted = Wanted() if wanted is None else wanted
         if self._program is None:
             raise RankError("Nothing is compiled yet: call capture() first, on all ranks.")
+        self.ranks.check()
+        self._check(batch, ids, embeddings, wanted)
+        admission = self._agreed(self._program.program, self.record(batch, wanted, embeddings), idle=not batch.lengths)
+        try:
+            return self._run(self._program, admission, batch, ids, embeddings, wanted)
+        except RuntimeError as error:
+            if self.vote is None or isinstance(error, BcgError) or not _is_of_ranks(error):
+                raise
+            raise self.vote.missing(error) from error
+
+    def _check(self, batch: RowsOfBatch, ids: Tensor | None, embeddings: Tensor | None, wanted: Wanted) -> None:
+        """Before ranks begin to wait for each other."""
+        counts = sum(batch.lengths), batch.tokens, len(batch.positions)
+        if len(set(counts)) > 1 or len(batch.prefixes) != len(batch.lengths):
+            raise RankError(
+                f"The batch is not one: its lengths {list(batch.lengths)} add up to {counts[0]}, and it has "
+                f"{counts[1]} tokens, {counts[2]} positions and {len(batch.prefixes)} prefixes."
+            )
         for name, given in (("ids", ids), ("embeddings", embeddings)):
             if given is not None and len(given) != batch.tokens:
                 raise RankError(f"The batch has {batch.tokens} tokens, and {name} has {len(given)} rows.")
+        if self.ranks.before is None and ids is None and embeddings is None:
+            raise RankError("The first stage needs ids, or embeddings in their place.")
+        if self.ranks.after is not None:
+            return
+        if (wanted.logits != "none" or wanted.logprobs) and self._tail is None:
+            raise RankError("Logits are wanted of a runner without tail=: give one, or Wanted(logits='none').")
         if wanted.logprobs and ids is None:
             raise RankError("logprobs are those of the ids of the batch: give ids.")
-        admission = self._agreed(self.record(batch, wanted, embeddings), idle=not batch.lengths)
+
+    def _run(
+        self,
+        program: AotProgram,
+        admission: Admission,
+        batch: RowsOfBatch,
+        ids: Tensor | None,
+        embeddings: Tensor | None,
+        wanted: Wanted,
+    ) -> Prefilled:
         local = self._local(batch)
-        proxy = self._proxy(local, batch, ids, embeddings)
-        positions = _padded(local.positions)
-        rows = local.tokens
+        proxy, positions, rows = self._proxy(local, ids, embeddings), _padded(local.positions), local.tokens
         bucket = None if admission.bucket is None else self.rows[admission.bucket]
+        replays, before = program.program.replays, program.program.eager_runs.copy()
         with local.published(), _admitted(replace(admission, bucket=bucket, rows=rows)):
-            result = self._program(_padded_proxy(proxy), positions)
+            result = program(_padded_proxy(proxy), positions)
+        if bucket is not None and program.program.replays == replays:
+            # Of this rank alone: a graph that holds no collective leaves the others to replay.
+            (reason,) = program.program.eager_runs - before
+            admission = Admission(None, reason, "The program could not replay what was admitted.", admission.rows)
         made, auxiliary = result if isinstance(result, tuple) else (result, ())
         made, auxiliary = made.cut(rows), tuple(rows_of[:rows] for rows_of in auxiliary)
         if self.ranks.after is not None:
             assert self._gives is not None
-            send(made, self._gives, self.ranks.after, group=self.ranks.pipeline)
+            self._gives.check(made, rows)
+            if rows:
+                with self._talks_to(self.ranks.after):
+                    send(made, self._gives, self.ranks.after, group=self.ranks.pipeline)
             return Prefilled(admission, hidden_states=made.hidden_states, auxiliary=auxiliary)
-        return self._finish(batch, local, admission, made.hidden_states, auxiliary, ids, wanted)
+        hidden = made.hidden_states
+        if self.ranks.layout is not None:
+            hidden, *auxiliary = (local.share.restore(rows_of) for rows_of in (hidden, *auxiliary))
+        return finish(admission, hidden, tuple(auxiliary), batch.lengths, ids, wanted, self._tail)
 
-    def _agreed(self, record: Batch, idle: bool) -> Admission:
+    def _agreed(self, program: Program, record: Batch, idle: bool) -> Admission:
         """What all ranks do with their batches."""
-        if self.vote is None or self._refusal is not None:
+        vote = self.vote
+        if vote is None or self._refusal is not None:
             return self.admit(record)
-        program = self._program
-        assert program is not None
-        voter = Voter(plan=plan_hash(program.program.plan))
+        if self._hashed[0] is not program.plan:
+            self._hashed = program.plan, plan_hash(program.plan)
+        voter, lost = Voter(plan=self._hashed[1]), self._lost(program)
+        mode: Literal["idle", "prefill"] = "idle" if idle else "prefill"
+        batch = None if idle else record
+        # Nothing has to be captured together: no graph holds a collective.
+        verdict = vote.step(lambda failed: cast(voter, vote.terms, mode, batch, failed=failed | lost), lambda _: None)
+        self._failed = verdict.failed
+        return verdict.admission(vote.place, record.rows)
 
-        def vote(failed: frozenset[int]) -> Any:
-            self._failed |= failed
-            mode: Literal["idle", "prefill"] = "idle" if idle else "prefill"
-            return cast(voter, self.vote.terms, mode, None if idle else record, failed=failed)  # type: ignore[union-attr]
-
-        verdict = self.vote.step(vote, lambda bucket: None)
-        self._failed |= verdict.failed
-        return verdict.admission(self.vote.place, record.rows)
+    @contextmanager
+    def _talks_to(self, stage: int) -> Iterator[None]:
+        """Name the rank of a stage that is not there."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, BcgError) or not _is_of_ranks(error):
+                raise
+            assert self.ranks.pipeline is not None
+            rank = dist.get_global_rank(self.ranks.pipeline, stage)
+            raise RankError(
+                f"Stage {self.ranks.stage} got no word from stage {stage}, rank {rank}: it died, hangs, or runs "
+                "something else; its own output says which. Restart all ranks."
+            ) from error
 
     def _local(self, batch: RowsOfBatch) -> Any:
         return batch if self.ranks.layout is None else batch.context_parallel(self.ranks.layout, self.ranks.gather)
 
-    def _proxy(self, local: Any, batch: RowsOfBatch, ids: Tensor | None, embeddings: Tensor | None) -> PipelineProxy:
+    def _proxy(self, local: Any, ids: Tensor | None, embeddings: Tensor | None) -> PipelineProxy:
         """The rows that go into the body."""
         if self.ranks.before is not None:
             assert self._takes is not None
-            return receive(
-                self._takes,
-                local.tokens,
-                self.ranks.before,
-                device=local.positions.device,
-                group=self.ranks.pipeline,
-            )
+            if not local.tokens:
+                return self._takes.empty(0, local.positions.device)
+            with self._talks_to(self.ranks.before):
+                return receive(
+                    self._takes,
+                    local.tokens,
+                    self.ranks.before,
+                    device=local.positions.device,
+                    group=self.ranks.pipeline,
+                )
         if embeddings is None:
-            if ids is None or self._embed is None:
-                raise RankError("The first stage needs ids and an embed=, or embeddings.")
+            assert ids is not None and self._embed is not None
             embeddings = self._embed(ids)
         return PipelineProxy(embeddings if self.ranks.layout is None else local.share.split(embeddings))
-
-    def _example(self, idle: RowsOfBatch) -> tuple[PipelineProxy, Tensor]:
-        if idle.tokens:
-            raise RankError(f"capture() takes a batch of no request, and this one has {idle.tokens} tokens.")
-        local = self._local(idle)
-        if self._takes is not None:
-            proxy = self._takes.empty(0, idle.positions.device)
-        elif self._embed is not None:
-            proxy = PipelineProxy(self._embed(idle.positions))
-        else:
-            raise RankError("The first stage needs embed=, and a later one takes=.")
-        return _padded_proxy(proxy), _padded(local.positions)
-
-    def _finish(
-        self,
-        batch: RowsOfBatch,
-        local: Any,
-        admission: Admission,
-        hidden: Tensor,
-        auxiliary: tuple[Tensor, ...],
-        ids: Tensor | None,
-        wanted: Wanted,
-    ) -> Prefilled:
-        """The tail: eager, on the live rows of the whole batch."""
-        if self.ranks.layout is not None:
-            hidden = local.share.restore(hidden)
-            auxiliary = tuple(local.share.restore(rows) for rows in auxiliary)
-        last = torch.tensor([end - 1 for end in accumulate(batch.lengths)], dtype=torch.int64, device=hidden.device)
-        logits = logprobs = states = None
-        if (wanted.logits != "none" or wanted.logprobs) and self._tail is None:
-            raise RankError("Logits are wanted of a runner without tail=.")
-        every = self._tail(hidden) if self._tail is not None and (wanted.logits == "all" or wanted.logprobs) else None
-        if wanted.logits == "all":
-            logits = every
-        elif wanted.logits == "last":
-            assert self._tail is not None
-            logits = self._tail(hidden[last]) if every is None else every[last]
-        if wanted.logprobs:
-            assert every is not None and ids is not None
-            logprobs = _logprobs(every, ids, batch.lengths)
-        if wanted.hidden_states != "none":
-            states = hidden if wanted.hidden_states == "all" else hidden[last]
-        return Prefilled(admission, logits, logprobs, states, auxiliary)
 
 
 def _admitted(admission: Admission) -> AbstractContextManager[Any]:
     # The ranks vote before and after captures: at barriers of single breaks they would wait for one that has failed.
     return forward_context(admission=admission, lined_up=True)
+
+
+def _is_of_ranks(error: RuntimeError) -> bool:
+    """Whether a collective has failed. Gloo raises plain errors, which begin with the path of its source."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _told(value: Any) -> str:
+    """An option as ranks compare it: a function by its name, as its address differs."""
+    if isinstance(value, dict):
+        return str({name: _told(given) for name, given in sorted(value.items())})
+    if isinstance(value, list | tuple):
+        return str([_told(given) for given in value])
+    return getattr(value, "__qualname__", None) or str(value)
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -358,12 +398,3 @@ def _padded(rows: Tensor) -> Tensor:
 
 def _padded_proxy(proxy: PipelineProxy) -> PipelineProxy:
     return PipelineProxy(**{name: _padded(rows) for name, rows in proxy.tensors()})
-
-
-def _logprobs(logits: Tensor, ids: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    found, start = [], 0
-    for length in lengths:
-        rows = logits[start : start + length - 1].float().log_softmax(-1)
-        found.append(rows.gather(1, ids[start + 1 : start + length, None])[:, 0])
-        start += length
-    return tuple(found)

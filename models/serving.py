@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bcg_compiler as bcg
-from bcg_compiler.distributed.pipeline import Stage
+from bcg_compiler.distributed.pipeline import Stage, exchange_stages
 from bcg_compiler.distributed.ranks import Ranks
 from bcg_compiler.models.deepseek import Deepseek
 from bcg_compiler.models.gpt_oss import GptOss
@@ -160,8 +160,11 @@ def runner(model: Any, *, ladder: Any, ranks: Ranks | None = None, **how: Any) -
     """What runs batches of a model of this module, or of a stage of it, on one of several ranks or alone.
 
     ``model`` is built with ``stage=ranks.layers(...)``, and with ``context_parallel=True`` where a batch is shared out.
-    ``how``: other arguments of ``bcg.PrefillRunner``.
+    ``how``: other arguments of ``bcg.PrefillRunner``. Collective over a pipeline: raises ``PipelineError`` on all its
+    ranks if their stages do not make up the model.
     """
+    if ranks is not None and ranks.pipeline is not None:
+        exchange_stages(model.stage, ranks.pipeline)
     decoder = model.model
     return bcg.PrefillRunner(
         decoder,

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -26,6 +28,15 @@ def agree(exchange: Exchange, config: Mapping[str, str]) -> None:
     # A tensor of one shape on all ranks: longer ones are met with spaces, which JSON allows at the end.
     texts = exchange.gather(_bytes(text.ljust(int(lengths.max()))))
     raise RankError(_differences([json.loads(bytes(one.tolist())) for one in texts], exchange.ranks))
+
+
+def versions() -> dict[str, str]:
+    """Of this package, torch and Python."""
+    try:
+        ours = version("bcg-compiler")
+    except PackageNotFoundError:
+        ours = "not installed as a package"
+    return {"bcg_compiler": ours, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _bytes(text: bytes) -> torch.Tensor:

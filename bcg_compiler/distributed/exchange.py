@@ -92,6 +92,16 @@ class Exchange:
             raise self._failure(error, began) from error
         return all_of_them
 
+    def missing(self, error: RuntimeError) -> RankError:
+        """What a gather would raise now, for another collective of these ranks that has failed with ``error``.
+
+        A rank that is left comes here, or to its next gather.
+        """
+        if self._failed:
+            return RankError(self._failed)
+        self.count += 1
+        return self._failure(error, time.monotonic())
+
     def close(self) -> None:
         """Let go of the group; before ``destroy_process_group``. Further exchanges are errors."""
         self._group = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ class Ranks:
 
     Attributes:
         parallel: the layout.
+        world: all ranks of the layout, ``None`` for a process by itself.
         layout: how rows are shared out over context-parallel ranks, ``None`` where they are not.
         gather: gathers rows of those ranks.
         pipeline: the ranks of one pipeline, of which ``stage`` is this rank's place.
@@ -27,6 +29,7 @@ class Ranks:
     """
 
     parallel: Parallel = field(default_factory=Parallel)
+    world: dist.ProcessGroup | None = None
     layout: Zigzag | None = None
     gather: RowGather | None = None
     pipeline: dist.ProcessGroup | None = None
@@ -58,12 +61,24 @@ class Ranks:
         broken = evaluate(self.parallel)
         return (broken[0].code, broken[0].text) if broken else None
 
+    def check(self) -> None:
+        """Raise ``RankError`` if the processes are not those any more that this place is among."""
+        if self.world is None:
+            return
+        wanted = f"a group of {self.world.size()} ranks. Join and capture again, on all ranks, after such a change."
+        if not dist.is_initialized():
+            raise RankError(f"The process group is destroyed, and this rank has its place in {wanted}")
+        if dist.group.WORLD is not self.world:
+            raise RankError(f"The process group is another one now, of {dist.get_world_size()} ranks, than {wanted}")
+
     def layers(self, layers: int) -> Stage:
         """This rank's even share of the layers of a model."""
         return Stage.even(layers, self.parallel.pp, self.stage)
 
     @classmethod
-    def join(cls, parallel: Parallel, *, alignment: int | None = None, multiple: int = 1) -> Ranks:
+    def join(
+        cls, parallel: Parallel, *, alignment: int | None = None, multiple: int = 1, timeout: float | None = None
+    ) -> Ranks:
         """The place of this process in a layout over all ranks. Collective: all ranks call it with the same layout.
 
         Ranks count through the context-parallel ranks of a stage first, then through the stages of a pipeline, then
@@ -89,12 +104,21 @@ class Ranks:
             return (d * pp + p) * cp + c
 
         stages = [[number(d, p, c) for d in range(dp) for c in range(cp)] for p in range(pp)]
-        context = _group([[number(d, p, c) for c in range(cp)] for d in range(dp) for p in range(pp)])
-        pipeline = _group([[number(d, p, c) for p in range(pp)] for d in range(dp) for c in range(cp)])
-        vote = _group(stages)
-        experts = _group([stage[i : i + ep] for stage in stages for i in range(0, len(stage), ep)])
+
+        def group(shares: list[list[int]]) -> dist.ProcessGroup:
+            """This rank's group, of groups that all ranks together make of all ranks."""
+            limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+            mine, _ = dist.new_subgroups_by_enumeration(shares, timeout=limit)
+            assert mine is not None
+            return mine
+
+        context = group([[number(d, p, c) for c in range(cp)] for d in range(dp) for p in range(pp)])
+        pipeline = group([[number(d, p, c) for p in range(pp)] for d in range(dp) for c in range(cp)])
+        vote = group(stages)
+        experts = group([stage[i : i + ep] for stage in stages for i in range(0, len(stage), ep)])
         return cls(
             parallel,
+            world=dist.group.WORLD,
             layout=Zigzag(cp, alignment, multiple=multiple) if cp > 1 else None,
             gather=GroupRows(context) if cp > 1 else None,
             pipeline=pipeline if pp > 1 else None,
@@ -102,10 +126,3 @@ class Ranks:
             vote=vote if dp * cp > 1 else None,
             experts=experts if ep > 1 else None,
         )
-
-
-def _group(shares: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group, of groups that all ranks together make of all ranks."""
-    mine, _ = dist.new_subgroups_by_enumeration(shares)
-    assert mine is not None
-    return mine

@@ -9,16 +9,13 @@
 """
 
 import datetime
-import platform
 import warnings
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
-from bcg_compiler.distributed.agreement import agree
+from bcg_compiler.distributed.agreement import agree, versions
 from bcg_compiler.distributed.exchange import Exchange
 from bcg_compiler.distributed.vote_wire import decode, encode
 from bcg_compiler.distributed.votes import Terms, Verdict, Vote, Voter, cast, decide
@@ -51,7 +48,7 @@ class ReplayVote:
         self.failed: frozenset[int] = frozenset()
         """The buckets that the group has dropped, as their capture failed on some rank."""
         self._exchange = Exchange(group, timeout, "replay vote")
-        agree(self._exchange, {**_versions(), **terms.configuration(), **(config or {})})
+        agree(self._exchange, {**versions(), **terms.configuration(), **(config or {})})
 
     @property
     def place(self) -> int:
@@ -107,6 +104,13 @@ class ReplayVote:
                         stacklevel=2,
                     )
 
+    def missing(self, error: RuntimeError) -> RankError:
+        """What to raise for a collective that failed on this rank between two votes: it names the ranks that are gone.
+
+        Waits for a sign of the others, until the timeout. No vote can follow.
+        """
+        return self._exchange.missing(error)
+
     def close(self) -> None:
         """Let go of the group, before ``destroy_process_group``. Further votes are errors."""
         self._exchange.close()
@@ -118,11 +122,3 @@ class ReplayVote:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _versions() -> dict[str, str]:
-    try:
-        ours = version("bcg-compiler")
-    except PackageNotFoundError:
-        ours = "not installed as a package"
-    return {"bcg_compiler": ours, "torch": torch.__version__, "python": platform.python_version()}

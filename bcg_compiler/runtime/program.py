@@ -230,6 +230,8 @@ class Program:
         agreed: Admission | None = published("admission")
         if agreed is not None:
             self._check_agreed(agreed, rows, others)
+            if agreed.bucket in self._lost:  # in this very call: whoever admits cannot know it yet
+                return replace(agreed, bucket=None, reason="capture_failed", text=self._lost[agreed.bucket])
             return agreed
         batch = published("batch")
         if batch is None:
@@ -246,7 +248,7 @@ class Program:
     def _check_agreed(self, agreed: Admission, rows: int, others: tuple[int, ...]) -> None:
         """What was decided for this call elsewhere, for all ranks, is done: here nothing is decided again."""
         assert self._sizes_open is not None
-        usable = [b for b in self._sizes_open.usable(others) if b not in self._lost]
+        usable = self._sizes_open.usable(others)
         if agreed.bucket is not None and (agreed.bucket not in usable or rows > agreed.bucket):
             raise AdmissionError(
                 f"The forward context admits this call to bucket {agreed.bucket}, and the program, which is called "
@@ -489,6 +491,11 @@ class Program:
     def never(self) -> str | None:
         """The code of the reason why nothing of it is captured, if so."""
         return self._never
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """The rungs of the ladder that could not be captured, and why."""
+        return self._lost
 
     @property
     def measured_bytes(self) -> int:
