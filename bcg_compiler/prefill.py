@@ -33,6 +33,7 @@ from bcg_compiler.errors import BcgError, LadderError, OptionError, PipelineErro
 from bcg_compiler.plan import Plan, plan_hash
 from bcg_compiler.proxies import ProxyForm
 from bcg_compiler.runtime import CaptureReport, Program, capture
+from bcg_compiler.runtime.program import Rung
 from bcg_compiler.wanted import Prefilled, Wanted, finish
 
 #: Dynamo makes a graph of its own for one row, and for none: fewer live rows are padded to as many.
@@ -117,7 +118,8 @@ class PrefillRunner:
         self._program: AotProgram | None = None
         self.vote: ReplayVote | None = None
         self._timeout, self._config = timeout, dict(config or {})
-        self._failed: frozenset[int] = frozenset()
+        #: Buckets that no rank uses, as one of them could not capture them.
+        self.failed: frozenset[int] = frozenset()
         self._hashed: tuple[Plan | None, str] = (None, "")
 
     def _check_stage(self) -> None:
@@ -164,8 +166,10 @@ class PrefillRunner:
                 again, failed = together.share(program.plan is not plan, self._lost(program), self.buckets)
         if self.vote is not None:
             self.vote.failed = failed
-        self._failed, self._program = failed, compiled
-        return report
+        self.failed, self._program = failed, compiled
+        seen = {rung.rows for rung in report.rungs}
+        early = [Rung(rows, (), 0.0, program.measured_bytes, why) for rows, why in program.lost.items()]
+        return replace(report, rungs=(*report.rungs, *(rung for rung in early if rung.rows not in seen)))
 
     def _compile(self, idle: RowsOfBatch) -> tuple[AotProgram, tuple[PipelineProxy, Tensor]]:
         """The body, and what it was compiled with."""
@@ -229,7 +233,7 @@ class PrefillRunner:
         """Whether a batch would replay, as far as this rank knows: the vote of others is not asked."""
         if self._refusal is not None:
             return Admission(None, *self._refusal, record.rows)
-        failed = self._failed
+        failed = self.failed
         if self._program is not None:
             program = self._program.program
             if program.never is not None:
@@ -330,7 +334,7 @@ class PrefillRunner:
         batch = None if idle else record
         # Nothing has to be captured together: no graph holds a collective.
         verdict = vote.step(lambda failed: cast(voter, vote.terms, mode, batch, failed=failed | lost), lambda _: None)
-        self._failed = verdict.failed
+        self.failed = verdict.failed
         return verdict.admission(vote.place, record.rows)
 
     @contextmanager

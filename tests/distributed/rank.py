@@ -5,6 +5,7 @@ Run by ``conftest.on_ranks``, which gives ``rank``, ``ranks``, ``file``, ``funct
 
 import datetime
 import importlib.util
+import sys
 import traceback
 from pathlib import Path
 
@@ -21,6 +22,7 @@ torch.set_num_threads(1)
 spec = importlib.util.spec_from_file_location("on_ranks", file)
 assert spec is not None and spec.loader is not None
 module = importlib.util.module_from_spec(spec)
+sys.modules[module.__name__] = module  # Dynamo looks up what the file's functions use
 spec.loader.exec_module(module)
 dist.init_process_group(
     "gloo",
