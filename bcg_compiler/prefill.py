@@ -68,7 +68,8 @@ class PrefillRunner:
         takes: on stages behind the first, the form of what the stage before sends; ``gives``: of what this one sends.
         limits: what else a batch must be; alike on all ranks.
         options: of the compiler, without a ladder and limits.
-        timeout: seconds that a rank waits for the others, at a vote and when they compile and capture.
+        timeout: seconds that a rank waits for the votes of the others.
+        set_up_timeout: the same while they compile and capture, which takes some longer than others.
         config: names and values that must be the same on all ranks, besides versions, ladder, limits, options and
             layout.
 
@@ -90,6 +91,7 @@ class PrefillRunner:
         limits: Limits | None = None,
         options: dict[str, Any] | None = None,
         timeout: float = 60.0,
+        set_up_timeout: float = 1800.0,
         config: dict[str, str] | None = None,
     ) -> None:
         self.ranks = ranks = Ranks() if ranks is None else ranks
@@ -117,7 +119,7 @@ class PrefillRunner:
         self._refusal = ranks.refusal
         self._program: AotProgram | None = None
         self.vote: ReplayVote | None = None
-        self._timeout, self._config = timeout, dict(config or {})
+        self._timeout, self._set_up_timeout, self._config = timeout, set_up_timeout, dict(config or {})
         #: Buckets that no rank uses, as one of them could not capture them.
         self.failed: frozenset[int] = frozenset()
         self._hashed: tuple[Plan | None, str] = (None, "")
@@ -147,8 +149,8 @@ class PrefillRunner:
         self.ranks.check()
         told = {f"options.{name}": _told(value) for name, value in self._options.items()}
         config = {**told, **self._config, **self._shared.configuration(), "layout": self.ranks.parallel.digest()}
-        with SetUp(self.ranks, self._timeout, config, self._takes, self._gives) as together:
-            compiled, arguments = self._compile(idle)
+        with SetUp(self.ranks, self._set_up_timeout, config, self._takes, self._gives) as together:
+            compiled, arguments = together.run(lambda: self._compile(idle))
             program = compiled.program
             if self.ranks.vote is not None:
                 terms = replace(self._shared, limits=self.limits)
@@ -156,20 +158,26 @@ class PrefillRunner:
             report, again, failed = CaptureReport((), 0.0, 0, 0, 0), self._refusal is None, frozenset[int]()
             while again:
                 plan = program.plan
-                # The first call of a plan runs eagerly, and shows what breaks make.
-                with self._local(idle).published(), _admitted(Admission(min(self.rows.values()), "", "", 0)):
-                    compiled(*arguments)
-                if program.plan is plan and program.never is None:
-                    with forward_context(lined_up=True):
-                        report = capture(compiled, progress=False)
+                report = together.run(lambda: self._capture(compiled, idle, arguments))
                 # What a capture shows may change the plan: then all begin again.
                 again, failed = together.share(program.plan is not plan, self._lost(program), self.buckets)
         if self.vote is not None:
             self.vote.failed = failed
         self.failed, self._program = failed, compiled
-        seen = {rung.rows for rung in report.rungs}
+        return report
+
+    def _capture(self, compiled: AotProgram, idle: RowsOfBatch, arguments: tuple[Any, ...]) -> CaptureReport:
+        program, plan = compiled.program, compiled.program.plan
+        # The first call of a plan runs eagerly, and shows what breaks make; the smallest bucket is captured after it.
+        with self._local(idle).published(), _admitted(Admission(min(self.rows.values()), "", "", 0)):
+            compiled(*arguments)
+        report = CaptureReport((), 0.0, 0, 0, 0)
+        if program.plan is plan and program.never is None:
+            with forward_context(lined_up=True):
+                report = capture(compiled, progress=False)
+        told = {rung.rows for rung in report.rungs}
         early = [Rung(rows, (), 0.0, program.measured_bytes, why) for rows, why in program.lost.items()]
-        return replace(report, rungs=(*report.rungs, *(rung for rung in early if rung.rows not in seen)))
+        return replace(report, rungs=(*report.rungs, *(rung for rung in early if rung.rows not in told)))
 
     def _compile(self, idle: RowsOfBatch) -> tuple[AotProgram, tuple[PipelineProxy, Tensor]]:
         """The body, and what it was compiled with."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bcg_compiler.distributed.agreement import agree, versions
-from bcg_compiler.distributed.exchange import Exchange
+from bcg_compiler.distributed.exchange import Exchange, rank_names
 from bcg_compiler.distributed.pipeline import ProxyForm
 from bcg_compiler.distributed.ranks import Ranks
-from bcg_compiler.errors import PipelineError
+from bcg_compiler.errors import PipelineError, RankError
+
+_T = TypeVar("_T")
 
 
 class SetUp:
@@ -43,6 +46,27 @@ class SetUp:
             for (_, given), (taken, _) in pairwise(forms):
                 if given != taken:
                     raise PipelineError(f"One stage gives a proxy of the form {given}, and the next one takes {taken}.")
+
+    def run(self, call: Callable[[], _T]) -> _T:
+        """What each rank does by itself. ``RankError`` where it succeeds, if it raises anything on another rank.
+
+        So nobody waits at what comes next for a rank that has failed.
+        """
+        try:
+            result = call()
+        except Exception:
+            self._failures(True)
+            raise
+        if failed := self._failures(False):
+            raise RankError(f"The set-up failed on {rank_names(failed)}: their own output says why.")
+        return result
+
+    def _failures(self, mine: bool) -> list[int]:
+        """The ranks that have failed."""
+        if self._exchange is None:
+            return []
+        told = self._exchange.gather(torch.tensor([mine])).flatten().tolist()
+        return [rank for rank, failed in zip(self._exchange.ranks, told, strict=True) if failed]
 
     def share(self, again: bool, failed: frozenset[int], buckets: Sequence[int]) -> tuple[bool, frozenset[int]]:
         """Whether any rank has to capture again, and the buckets that failed on any."""

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,14 +38,16 @@ def sums(x: Tensor, out: Tensor) -> None:
     context = bcg.current_context()
     batch, live = context.prefill, context.live_rows
     if batch.share is not None:
-        rows = batch.share.restore(x[:live])
-        whole = torch.cat([part.cumsum(0) for part in rows.split(batch.share.whole.lengths)])
-        out[:live] = batch.share.split(whole)
+        share = batch.share
+        out[:live] = share.split(summed(share.restore(x[:live]), share.whole.lengths))
         return
     if peers:  # ranks that talk in a break, as experts make them
         dist.all_reduce(torch.zeros(1), group=peers[0])
-    if live:
-        out[:live] = torch.cat([part.cumsum(0) for part in x[:live].split(batch.lengths)])
+    out[:live] = summed(x[:live], batch.lengths)
+
+
+def summed(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    return torch.cat([rows[:0], *(part.cumsum(0) for part in rows.split(lengths))])
 
 
 peers: list[Any] = []
@@ -70,6 +72,11 @@ class Toy(nn.Module):
         return PipelineProxy(out)
 
 
+class Broken(Toy):
+    def forward(self, proxy: PipelineProxy, positions: Tensor) -> PipelineProxy:
+        raise ValueError("Broken has no layers")
+
+
 class Rank:
     """A runner on this rank, and its batches."""
 
@@ -87,11 +94,9 @@ class Rank:
         ids = (torch.arange(batch.tokens) * 7) % 96
         made = self.runner(batch, ids, wanted=asked)
         x = self.toy.layers[0](self.toy.embed(ids)) + batch.positions[:, None] / 64
-        if lengths:
-            x = torch.cat([part.cumsum(0) for part in x.split(lengths)])
-            ends = torch.tensor(lengths).cumsum(0) - 1
-            wanted = self.toy.tail(self.toy.layers[1](x[ends]))
-            torch.testing.assert_close(made.logits, wanted, rtol=1e-4, atol=1e-4)
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+        wanted = self.toy.tail(self.toy.layers[1](summed(x, lengths)[ends]))
+        torch.testing.assert_close(made.logits, wanted, rtol=1e-4, atol=1e-4)
         for request in range(len(lengths)):
             self.pool.free(request)
         return made.admission.bucket, made.admission.reason
@@ -137,9 +142,10 @@ def context_parallel(rank: int, ranks: int, folder: Path) -> None:
     one.capture()
     assert one.runner.rows == {8: 4, 16: 8, 32: 16}
     assert one.step(8) == (8, "") and one.step(3, 5) == (8, "")
-    # Five requests of one token: rank 0 has all five rows, and a bucket of 8 tokens four a rank; 16 is too far.
-    assert one.step(1, 1, 1, 1, 1) == (16, "") if 16 <= 2 * 5 else (None, "cp_capacity")
-    assert one.step(*[1] * 9) == (32, "") if 32 <= 2 * 9 else (None, "cp_capacity")
+    # Requests of one token are all rank 0's: of eight rows it holds eight, and a bucket of 8 tokens has room for four.
+    assert one.step(*[1] * 8) == (16, "")
+    assert one.step(*[1] * 5) == (None, "cp_capacity")  # and 16 is more than twice 5
+    assert one.step(*[1] * 9) == (None, "cp_capacity")
     assert one.step(1) == (8, "") and one.step(2) == (8, "") and one.step() == (None, "few_rows")
     assert one.step(40) == (None, "too_long")
     one.runner.close()
@@ -207,6 +213,10 @@ def disagreement(rank: int, ranks: int, folder: Path) -> None:
     )
     refused(RankError, "model: a on rank 0; b on rank 1", Rank(joined, config={"model": "ab"[rank]}).capture)
     refused(RankError, "plan: [0-9a-f]{16} on rank 0; [0-9a-f]{16} on rank 1", Rank(joined, Toy(more=rank)).capture)
+    # A rank that cannot compile says why, and the other one at once that it could not.
+    says = "Broken has no layers" if odd else "The set-up failed on rank 1: their own output says why"
+    with pytest.raises(Exception, match=says):
+        Rank(joined, Broken() if odd else Toy()).capture()
     refused(RankError, r"dp=3, pp=1 and cp=1 are 3 ranks, and there are 2", lambda: Ranks.join(Parallel(dp=3)))
     refused(RankError, r"ep=3 does not divide the 2 ranks", lambda: Ranks.join(Parallel(dp=2, ep=3)))
     # A function among the options is the same one wherever it lies in memory.
