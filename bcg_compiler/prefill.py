@@ -43,10 +43,21 @@ FEWEST = 2
 class RowsOfBatch(Protocol):
     """What a runner needs to know of a batch: ``models.layers.batch.PrefillBatch`` is one."""
 
-    lengths: tuple[int, ...]
-    prefixes: tuple[int, ...]
-    positions: Tensor
-    tokens: int
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """New tokens of each request."""
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """Tokens of each request that the cache holds already."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Int64 ``[tokens]``: the place of each new token in its request."""
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all requests."""
 
     def published(self) -> AbstractContextManager[None]:
         """Publish it to the bodies of breaks."""
@@ -135,6 +146,14 @@ class PrefillRunner:
                 raise PipelineError(f"{who} has {what} {name}=, the form of the proxy between the two.")
 
     # -- set-up
+
+    @torch.inference_mode()
+    def compile(self, idle: RowsOfBatch) -> Plan:
+        """Compile the body for this rank alone, and run nothing: its plan. ``capture`` does not need it.
+
+        ``idle``: a batch of no request (``PagePool.idle``).
+        """
+        return self._compile(idle)[0].program.plan
 
     @torch.inference_mode()
     def capture(self, idle: RowsOfBatch) -> CaptureReport:
