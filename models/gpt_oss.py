@@ -98,6 +98,9 @@ def _windows(kinds: Sequence[str], layers: int, window: int) -> tuple[int, ...]:
 class Attention(nn.Module):
     """Grouped-query attention, with a score a head for looking nowhere (a sink). Rows are ``[tokens, hidden]``."""
 
+    #: It takes the parts of requests that a context-parallel rank holds.
+    takes_parts = True
+
     key_cache: torch.Tensor
     value_cache: torch.Tensor
 

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import nn
 import bcg_compiler as bcg
 from bcg_compiler.distributed.pipeline import Stage, exchange_stages
 from bcg_compiler.distributed.ranks import Ranks
+from bcg_compiler.distributed.rules import Parallel
 from bcg_compiler.models.deepseek import Deepseek
 from bcg_compiler.models.gpt_oss import GptOss
 from bcg_compiler.models.layers.checkpoint import load_weights
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.expert_parallel import NAMES
 from bcg_compiler.models.layers.indexer import Indexer
 from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.pages import PagePool
@@ -57,15 +60,7 @@ def empty(
     ``ModelError`` for a family that is not here, with the nearest, for ``fp8_index`` without an indexer, and for a
     stage of other layers.
     """
-    family = str(fields.get("model_type"))
-    if family not in FAMILIES:
-        near = difflib.get_close_matches(family, FAMILIES)
-        offered = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}."
-        raise ModelError(f"There is no serving model of the family {family!r}; {offered}")
-    if parallel and FAMILIES[family] is not Deepseek:
-        raise ModelError(
-            f"The experts of a {family} are not shared out over ranks yet: leave out {' and '.join(parallel)}."
-        )
+    family = _family(fields, parallel)
     if pages < 1 or page_size < 1:
         raise ModelError(f"A cache needs at least one page of one token: pages={pages}, page_size={page_size}.")
     before = torch.get_default_dtype()
@@ -89,20 +84,43 @@ def empty(
     return model if model.stage.is_first else LaterStage(model).eval()
 
 
+def _family(fields: Mapping[str, Any], parallel: Mapping[str, Any]) -> str:
+    """The family of a configuration, if there is a model of it that ``parallel`` can be done with."""
+    family = str(fields.get("model_type"))
+    if family not in FAMILIES:
+        near = difflib.get_close_matches(family, FAMILIES)
+        offered = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(FAMILIES)}."
+        raise ModelError(f"There is no serving model of the family {family!r}; {offered}")
+    if parallel and FAMILIES[family] is not Deepseek:
+        raise ModelError(
+            f"The experts of a {family} are not shared out over ranks yet: leave out {' and '.join(parallel)}."
+        )
+    return family
+
+
 def build(fields: Mapping[str, Any], *, seed: int = 0, stage: Stage | None = None, **kwargs: Any) -> nn.Module:
     """A model of the configuration with random weights, drawn on its own device; arguments as of ``empty``.
 
-    A ``stage`` has the weights that the whole model has.
+    A ``stage`` has the weights that the whole model has, and so have experts that are shared out over ranks.
     """
     model = empty(fields, stage=stage, **kwargs)
-    whole = model if stage is None else empty(fields, **{**kwargs, "device": "meta"})
-    seeds = {name: seed + i for i, (name, _) in enumerate(whole.named_parameters())}
+    of_one_rank = {name: value for name, value in kwargs.items() if name not in ("all_to_all", "group")}
+    whole = dict(empty(fields, **{**of_one_rank, "device": "meta"}).named_parameters())
+    seeds = {name: seed + i for i, name in enumerate(whole)}
     spread = float(fields.get("initializer_range", 0.02))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator(parameter.device).manual_seed(seeds[name])
             # Weights of norms are around 1: they are the ones of one dimension.
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, spread, generator=generator)
+            mean = 1.0 if parameter.dim() == 1 else 0.0
+            if parameter.shape == whole[name].shape:
+                parameter.normal_(mean, spread, generator=generator)
+            else:
+                drawn = torch.empty_like(whole[name], device=parameter.device).normal_(
+                    mean, spread, generator=generator
+                )
+                shard: Any = model.get_submodule(name.rpartition(".")[0]).shard
+                parameter.copy_(drawn[shard.first : shard.first + shard.count])
     return model
 
 
@@ -154,6 +172,31 @@ def load(
 
     load_weights(model, folder, ignored)
     return model
+
+
+def layout(fields: Mapping[str, Any], **given: Any) -> Parallel:
+    """The layout of a model of this configuration over ranks, with what the model declares of itself.
+
+    ``given``: fields of ``Parallel``: the sizes, and whatever is chosen; the model's word counts for all others. Rows
+    travel to experts by the all-to-all backend "torch" unless another one is named. Raises ``RankError`` for what is no
+    field of a layout, and ``ModelError`` for a family that is not here, and for experts that cannot be shared out.
+    """
+    asked = Parallel.parse(given)
+    backend = asked.all_to_all if "all_to_all" in given or asked.ep == 1 else "torch"
+    _family(fields, {"ep": asked.ep} if asked.ep > 1 else {})
+    model: Any = empty(fields, pages=1, page_size=1, device="meta", context_parallel=asked.cp > 1)
+    attentions = [layer.self_attn for _, layer in model.model.own_layers()]
+    declared: dict[str, Any] = dict(
+        attention_does_cp=all(getattr(attention, "takes_parts", False) for attention in attentions),
+        all_to_all=backend,
+        # Those that are here do, and one of somebody else's is refused unless it does: ``open_all_to_all``.
+        all_to_all_declared=backend in NAMES,
+        dense_mla=any(isinstance(attention, LatentAttention) for attention in attentions)
+        and not any(isinstance(module, Indexer) for module in model.modules()),
+        # Attention is a break that reads the batch of each call, or runs by a plan that was made of it.
+        prefix_captured=True,
+    )
+    return replace(asked, **{name: value for name, value in declared.items() if name not in given})
 
 
 def runner(model: Any, *, ladder: Any, ranks: Ranks | None = None, **how: Any) -> bcg.PrefillRunner:

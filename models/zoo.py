@@ -213,10 +213,7 @@ def build(
             model, make_inputs = _build_factory(name)
             model = model.to(dtype)
         else:
-            raise ModelNotFound(
-                f"no model {name!r}{_nearest(name, _ZOO)}; give a zoo name ({', '.join(names())}), a folder with a "
-                "config.json, or package.module:factory"
-            )
+            raise _not_found(name)
     if config:
         _check_fields(type(model.config), config)
     model = model.to(device).eval()
@@ -225,14 +222,46 @@ def build(
     return ZooModel(model, _on_device(make_inputs, torch.device(device)), label)
 
 
-def _build_folder(
-    folder: Path, overrides: dict[str, Any], layers: int | None, dtype: torch.dtype, empty: bool
-) -> tuple[torch.nn.Module, MakeInputs]:
+def fields(name: str, *, layers: int | None = None, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of the configuration of ``name``, a zoo name or a folder: what ``models.serving`` builds models of.
+
+    Arguments and errors as of ``build``; ``ValueError`` for a factory, which has no configuration. A folder's fields
+    are those of its file, and transformers is not needed to read them.
+    """
+    asked = dict(config or {})
+    if name in _ZOO:
+        found = _config({"model_type": name}, {**_ZOO[name], **asked}, layers)
+    elif Path(name).is_dir():
+        if layers is None and not asked:
+            return _folder_fields(Path(name))
+        found = _config(_folder_fields(Path(name)), dict(asked), layers)
+    elif ":" in name:
+        raise ValueError(f"{name!r} is a factory, which has no configuration; give a zoo name or a folder")
+    else:
+        raise _not_found(name)
+    _check_fields(type(found), asked)
+    return found.to_dict()
+
+
+def _not_found(name: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"no model {name!r}{_nearest(name, _ZOO)}; give a zoo name ({', '.join(names())}), a folder with a "
+        "config.json, or package.module:factory"
+    )
+
+
+def _folder_fields(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    return json.loads(path.read_text())
+
+
+def _build_folder(
+    folder: Path, overrides: dict[str, Any], layers: int | None, dtype: torch.dtype, empty: bool
+) -> tuple[torch.nn.Module, MakeInputs]:
     weights = folder if any(folder.glob("*.safetensors")) and not empty else None
-    return _build_transformers(json.loads(path.read_text()), overrides, layers, dtype, weights)
+    return _build_transformers(_folder_fields(folder), overrides, layers, dtype, weights)
 
 
 def _build_transformers(
@@ -243,22 +272,8 @@ def _build_transformers(
     weights: Path | None = None,
 ) -> tuple[torch.nn.Module, MakeInputs]:
     """Build from a ``config.json``'s fields, overrides, and the folder of weights (None: random ones)."""
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ImportError('this model needs transformers: pip install "bcg-compiler[models]"') from error
-
-    # Architectures name this field differently: see _LAYER_COUNTS.
-    overridden_layers = overrides.pop("num_hidden_layers", None)
-    layers = overridden_layers if layers is None else layers
-    fields = {**fields, **overrides}
-    model_type = fields.pop("model_type", None)
-    if model_type not in transformers.CONFIG_MAPPING:
-        near = _nearest(str(model_type), transformers.CONFIG_MAPPING.keys())
-        raise ModelNotFound(f"transformers {transformers.__version__} has no model_type {model_type!r}{near}")
-    if layers is not None:
-        fields |= _layer_fields(fields, transformers.CONFIG_MAPPING[model_type], layers)
-    config = transformers.AutoConfig.for_model(model_type, **fields)
+    config = _config(fields, overrides, layers)
+    import transformers
 
     # Encoders (bert) and encoder-decoders (whisper) have causal variants too, which leave half of the model out.
     causal = getattr(config, "is_decoder", True) and not config.is_encoder_decoder
@@ -269,6 +284,26 @@ def _build_transformers(
     else:
         model = auto.from_pretrained(weights, config=config, dtype=dtype)
     return model, _prefill_inputs(model)
+
+
+def _config(fields: dict[str, Any], overrides: dict[str, Any], layers: int | None) -> Any:
+    """The configuration of transformers, of a ``config.json``'s fields and overrides."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ImportError('this model needs transformers: pip install "bcg-compiler[models]"') from error
+
+    # Architectures name this field differently: see _LAYER_COUNTS.
+    overridden_layers = overrides.pop("num_hidden_layers", None)
+    layers = overridden_layers if layers is None else layers
+    given = {**fields, **overrides}
+    model_type = given.pop("model_type", None)
+    if model_type not in transformers.CONFIG_MAPPING:
+        near = _nearest(str(model_type), transformers.CONFIG_MAPPING.keys())
+        raise ModelNotFound(f"transformers {transformers.__version__} has no model_type {model_type!r}{near}")
+    if layers is not None:
+        given |= _layer_fields(given, transformers.CONFIG_MAPPING[model_type], layers)
+    return transformers.AutoConfig.for_model(model_type, **given)
 
 
 def _check_fields(config_class: Any, overrides: Mapping[str, Any]) -> None:

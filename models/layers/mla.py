@@ -103,6 +103,11 @@ class LatentAttention(nn.Module):
         values = torch.bmm(out.transpose(0, 1), self.w_vc).transpose(0, 1)
         return self.o_proj(values.flatten(1)), chosen
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it takes the parts of requests that a context-parallel rank holds: a captured run does not."""
+        return self.planned is None
+
     def attend_unplanned(self) -> None:
         """Attend by the break that reads the batch of each call, though there is a plan: before the first call."""
         self.planned = None
