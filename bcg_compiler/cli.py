@@ -7,6 +7,7 @@ Parses and prints; no more.
 import enum
 import json
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -30,13 +31,19 @@ from bcg_compiler.debug.ladder_plot import check_plot, plot
 from bcg_compiler.debug.ladders import FORMS, Recipe, ladder_view, measure, read_ladder
 from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
 from bcg_compiler.debug.padded import unpadded_view
+from bcg_compiler.debug.rank_doctor import examine_ranks, plan_of, ranks_health_view
+from bcg_compiler.debug.rank_run import compare_over_ranks
+from bcg_compiler.debug.rank_view import ranks_view
 from bcg_compiler.debug.run import compare_with_eager
+from bcg_compiler.debug.served import ServedModel
 from bcg_compiler.debug.simulate import Fleet, simulate, simulation_view
 from bcg_compiler.debug.simulate_plot import plot as plot_fleet
 from bcg_compiler.debug.tokens import tokens_of
+from bcg_compiler.distributed.launch import Launch
+from bcg_compiler.distributed.ranks import Ranks
 from bcg_compiler.distributed.rules import Parallel
 from bcg_compiler.errors import BcgError, nearest
-from bcg_compiler.models import zoo
+from bcg_compiler.models import serving, zoo
 from bcg_compiler.options import Options
 
 app = typer.Typer(
@@ -46,6 +53,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     help='The tools of bcg_compiler, a backend of torch.compile: torch.compile(model, backend="bcg").',
 )
+
+#: The buckets of a run over ranks without ``--ladder``.
+DEFAULT_LADDER = "32,64,128,256"
+
+#: Seconds that ranks wait for each other: in a run, where they compare with eager in between, and in ``bcg doctor``.
+RANKS_TIMEOUT = 600.0
+DOCTOR_TIMEOUT = 60.0
 
 #: How many of the bundled lengths are run where ``--calls`` is not given: under a minute for glm5 on two free cores.
 DEFAULT_CALLS = 12
@@ -99,6 +113,14 @@ Assume = Annotated[
         help="Pad although it is not proven that padding cannot reach live rows: the option of that name.",
     ),
 ]
+LayoutPairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layout",
+        metavar="KEY=VALUE",
+        help="How a model is laid out over ranks, e.g. cp=4 or attention_does_cp=true; can be repeated.",
+    ),
+]
 LengthsFile = Annotated[
     Path | None,
     typer.Option(
@@ -125,16 +147,40 @@ def run(
     assume: Assume = False,
     option: OptionPairs = None,
     config: ConfigPairs = None,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas, each with batches of its own.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel ranks of a stage.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1, help="Ranks of a stage that share its experts out.")] = 1,
 ) -> None:
     """Run MODEL compiled and eager over many prompts, and compare every result: bit by bit, or where prompts are padded
     within the tolerance of the dtype.
+
+    With --dp, --pp, --cp or --ep a serving model runs over ranks that torchrun starts, in batches of several requests.
 
     Exits with 1 if any result differs, and with 2 if what was asked for is not possible.
     """
     with _quiet(), _errors_in_words():
         options = _options(option, ladder, assume)
-        where = _device(device)
         prompts, source = _prompts(lengths, calls)
+        sizes = dict(dp=dp, pp=pp, cp=cp, ep=ep)
+        if max(sizes.values()) > 1:
+            buckets = options.pop("ladder", None) or read_ladder(ladder or DEFAULT_LADDER, prompts)
+            buckets = buckets if isinstance(buckets, Ladder) else Ladder(buckets)
+            if lengths is None:
+                prompts = [min(prompt, buckets.ceiling) for prompt in prompts]
+                source += f", cut to {buckets.ceiling} tokens"
+            launch = _launch(dp * pp * cp)
+            served = ServedModel.of(
+                model,
+                layers=layers,
+                dtype=getattr(torch, dtype),
+                device=_device(device, launch),
+                config=_pairs(config),
+                seed=seed,
+            )
+            equal = _run_over_ranks(launch, served, sizes, prompts, source, buckets, options)
+            raise typer.Exit(0 if equal else 1)
+        where = _device(device)
         _look_here(model)
         with building(model):
             built = zoo.build(
@@ -170,6 +216,7 @@ def explain(
     assume: Assume = False,
     option: OptionPairs = None,
     config: ConfigPairs = None,
+    layout: LayoutPairs = None,
 ) -> None:
     """Print what MODEL compiles to: segments, breaks, and why each break is one. Needs neither weights nor a GPU."""
     with _quiet(), _errors_in_words():
@@ -202,6 +249,8 @@ def explain(
         if used := kernels_line(found.plans, where):
             out.print(screen.header(kernels=used))
         out.print(Text(screen.explanation_summary(found.plans), style="bold"))
+        if layout:
+            out.print("", layout_view(_layout(_fields(model) if ":" not in model else None, layout)))
 
 
 @app.command(short_help="Choose the buckets that prompts are padded to.")
@@ -247,24 +296,44 @@ def ladder(
 
 @app.command(short_help="Print what is installed, and what is slower or off because of it.")
 def doctor(
-    layout: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--layout",
-            metavar="KEY=VALUE",
-            help="How a model is laid out over ranks, e.g. cp=4 or attention_does_cp=true; can be repeated.",
-        ),
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A serving model: a zoo name, or a folder with a config.json."),
     ] = None,
+    layout: LayoutPairs = None,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Compare the ranks that torchrun has started: this command on each of them.")
+    ] = False,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
 ) -> None:
     """Print versions, devices, libraries, the kernels that serving models use here, and what is slower or off.
 
-    With --layout also which rules speak against replay on ranks that are laid out like that.
+    With --layout also which rules speak against replay on ranks that are laid out like that; of MODEL it is known what
+    it declares. With --ranks also whether all ranks come and have the same environment, and of MODEL the same plans:
+    exits with 1 if not.
     """
     with _quiet(), _errors_in_words():
-        ranks = Parallel.parse(_pairs(layout))
+        fields = None if model is None else _fields(model)
+        parallel = _layout(fields, layout)
+        launch = _launch(max(2, parallel.dp * parallel.pp * parallel.cp)) if ranks else None
+        health = examine()
         out = screen.console()
-        out.print(health_view(examine()), "")
-        out.print(layout_view(ranks))
+        out.quiet = launch is not None and launch.rank != 0
+        out.print(health_view(health), "")
+        out.print(layout_view(parallel))
+        if launch is None:
+            return
+        where = _device(device, launch)
+        with launch.group(where, DOCTOR_TIMEOUT):
+            joined = Ranks.join(parallel) if model or layout else None
+            plan = ""
+            if model is not None and joined is not None:
+                served = ServedModel.of(model, dtype=getattr(torch, dtype), device=where)
+                plan = plan_of(served, joined, read_ladder(DEFAULT_LADDER, []))
+            found = examine_ranks(health, DOCTOR_TIMEOUT, joined, plan)
+        out.print("", ranks_health_view(found))
+    raise typer.Exit(0 if found.healthy else 1)
 
 
 @app.command(name="simulate", short_help="Simulate a fleet of ranks that vote on replay, from measured times.")
@@ -332,6 +401,66 @@ def main() -> None:
     app()
 
 
+def _fields(model: str) -> dict[str, Any]:
+    """The configuration of a zoo name or a folder."""
+    with building(model):
+        return zoo.fields(model)
+
+
+def _layout(fields: dict[str, Any] | None, given: list[str] | None) -> Parallel:
+    """A layout of ranks as it is asked for; of a serving model what it declares is known, too."""
+    pairs = _pairs(given)
+    if fields is None or fields.get("model_type") not in serving.FAMILIES:
+        return Parallel.parse(pairs)
+    return serving.layout(fields, **pairs)
+
+
+def _launch(ranks: int) -> Launch:
+    """This process among those of a launcher; without one, what to type."""
+    found = Launch.found()
+    if found is None:
+        command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "-m", "bcg_compiler.cli", *sys.argv[1:]])
+        raise typer.BadParameter(
+            f"This needs {words.count(ranks, 'process')}, and a launcher for them. Type:\n{command}"
+        )
+    return found
+
+
+def _run_over_ranks(
+    launch: Launch,
+    model: ServedModel,
+    sizes: dict[str, int],
+    prompts: list[int],
+    source: str,
+    ladder: Ladder,
+    options: dict[str, Any],
+) -> bool:
+    """Run on all ranks and print on the first one. Whether all is equal, on all of them alike."""
+    parallel = serving.layout(model.fields, dual_stream=Options.parse(options).dual_stream, **sizes)
+    out = screen.console()
+    out.quiet = launch.rank != 0
+    header = screen.header(
+        model=f"{model.label} on {model.device.type}",
+        compiled=f"bcg.PrefillRunner{f', options={options}' if options else ''}",
+        ranks=f"{launch.ranks}: " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1),
+        prompts=f"{source}: {min(prompts)} to {max(prompts)} tokens in batches of several, random tokens "
+        f"(seed {model.seed})",
+    )
+    out.print(header, "")
+    with launch.group(model.device, RANKS_TIMEOUT), _progress(launch.rank == 0) as show:
+        report = compare_over_ranks(
+            model,
+            prompts,
+            parallel=parallel,
+            ladder=ladder,
+            options=options,
+            timeout=RANKS_TIMEOUT,
+            progress=show,
+        )
+    out.print(ranks_view(report))
+    return report.equal
+
+
 def _prompts(file: Path | None, calls: int | None) -> tuple[list[int], str]:
     """The lengths to run, and a word on what they are. More calls than lengths begin again with the first length."""
     lengths = sample_lengths() if file is None else read_lengths(file)
@@ -376,7 +505,10 @@ def _look_here(model: str) -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, launch: Launch | None = None) -> torch.device:
+    """The device of a name; ``cuda`` is each rank's own."""
+    if name == "cuda" and launch is not None:
+        name = f"cuda:{launch.local_rank}"
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
         raise typer.BadParameter(f"{name!r} is not a device. {nearest(name, ['cpu', 'cuda', 'cuda:0'])}")
@@ -386,14 +518,16 @@ def _device(name: str) -> torch.device:
         raise typer.BadParameter(f"{name!r} is not there: torch {torch.__version__} sees no CUDA device.")
     if int(number or 0) >= torch.cuda.device_count():
         raise typer.BadParameter(f"{name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices.")
+    if launch is not None:
+        torch.cuda.set_device(int(number or 0))  # collectives of a rank use the current one
     return torch.device("cuda", int(number or 0))
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress(shown: bool = True) -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = screen.console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("calls compared with eager", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -417,7 +551,9 @@ def _errors_in_words() -> Iterator[None]:
 
 
 def _fail(message: str, code: int) -> None:
-    typer.echo(f"error: {message}", err=True)
+    launch = Launch.found()
+    where = f" on rank {launch.rank}" if launch is not None and launch.ranks > 1 else ""
+    typer.echo(f"error{where}: {message}", err=True)
     raise typer.Exit(code)
 
 

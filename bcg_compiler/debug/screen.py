@@ -318,11 +318,11 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
     for mismatch in report.mismatches[:MOST_MISMATCHES]:
         what = mismatch.difference
         where = what.where or "the result"
-        yield Text(f"  call {mismatch.call}, length {mismatch.length}: {where} {what.what}, by {_gap(what.largest)}")
+        yield Text(f"  call {mismatch.call}, length {mismatch.length}: {where} {what.what}, by {gap(what.largest)}")
     if (rest := len(report.mismatches) - MOST_MISMATCHES) > 0:
         yield Text(f"  … and {rest} more")
     for left in report.state.differences[:MOST_MISMATCHES]:
-        yield Text(f"  after all calls {left.where} {left.what}, by {_gap(left.largest)}")
+        yield Text(f"  after all calls {left.where} {left.what}, by {gap(left.largest)}")
     if report.equal:
         tensors = (
             f"{count(report.tensors, 'result tensor')}, {count(report.state.tensors, 'tensor')} of the model afterwards"
@@ -341,7 +341,7 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
     state = "" if report.state.equal else ", and the calls left other tensors in the model"
     yield Text(
         f"DIFFERENT  {report.wrong} of {count(report.calls, 'call')} differ from eager{state}. "
-        f"Largest absolute difference: {_gap(report.largest)}.",
+        f"Largest absolute difference: {gap(report.largest)}.",
         style="bold red",
     )
     if any(ran.plan and ran.plan.padding for ran in report.ran):
@@ -352,7 +352,8 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
         yield Text("Segments run the same kernels as eager, so every bit must be equal; no difference is tolerated.")
 
 
-def _gap(largest: float) -> str:
+def gap(largest: float) -> str:
+    """A difference as text."""
     return f"{largest:.3g}" if largest != float("inf") else "no number (NaN, or not comparable)"
 
 

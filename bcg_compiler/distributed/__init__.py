@@ -6,6 +6,7 @@
 ``replay_vote``       whether all ranks replay, in which buckets, and what they capture before
 ``vote_wire``         a vote as int64 numbers
 ``exchange``          one all-gather that ends in time, and names the ranks that do not come
+``launch``            the process group of what torchrun has started
 ``agreement``         what must be the same on all ranks, compared once
 ``rules``             which layouts of ranks cannot replay, and what to change
 """
