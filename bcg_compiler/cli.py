@@ -420,9 +420,7 @@ def _launch(ranks: int) -> Launch:
     found = Launch.found()
     if found is None:
         command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "-m", "bcg_compiler.cli", *sys.argv[1:]])
-        raise typer.BadParameter(
-            f"This needs {words.count(ranks, 'process')}, and a launcher for them. Type:\n{command}"
-        )
+        raise typer.BadParameter(f"This is for {words.count(ranks, 'rank')}, which a launcher starts. Type:\n{command}")
     return found
 
 

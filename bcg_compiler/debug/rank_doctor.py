@@ -107,7 +107,7 @@ def ranks_health_view(found: RanksHealth) -> Group:
     """For a terminal."""
     parts: list[RenderableType] = [Text(f"{count(found.ranks, 'rank')} came, and did an all-gather.")]
     if not found.differences:
-        parts.append(screen.header(**{"the same on all": ", ".join(f"{k} {v}" for k, v in found.same.items())}))
+        parts.append(screen.header(**{"alike": ", ".join(f"{k} {v}" for k, v in found.same.items())}))
     for stage, hashes in sorted(found.plans.items()):
         for hashed, ranks in hashes.items():
             parts.append(Text(f"plan of stage {stage}: {hashed} on {rank_names(ranks)}"))
