@@ -84,8 +84,8 @@ class StagedModel(nn.Module):
     def from_ids(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | PipelineProxy:
         """Logits ``[tokens, vocab]`` for the flattened new tokens of a batch, or the proxy for the next stage.
 
-        Both inputs are int64 ``[tokens]``, under context parallelism of the tokens that the rank holds. Each family has a
-        ``forward`` of its own that calls it: Dynamo keeps what it compiles by the code of that method, and gives up
+        Both inputs are int64 ``[tokens]``, under context parallelism of the tokens that the rank holds. Each family has
+        a ``forward`` of its own that calls it: Dynamo keeps what it compiles by the code of that method, and gives up
         where there is too much for one.
         """
         embed = self.model.embed_tokens
