@@ -133,14 +133,18 @@ class Prefill:
         self.draw = torch.Generator().manual_seed(_replica(joined))
 
     def _build(self, layers: int, shared: bool = False) -> Any:
-        # In float32 all tokens are chosen: else rounding would decide, as weights are random.
-        chosen = self.tokens // 4 if self.dtype == torch.bfloat16 else 4 * self.tokens
+        # In float32 all tokens and all experts are chosen: else rounding would decide, as weights are random.
+        decides = self.dtype == torch.bfloat16
+        chosen = self.tokens // 4 if decides else 4 * self.tokens
         how: dict[str, Any] = dict(device=self.device, dtype=self.dtype, **self.sizes)
         if shared:
             how |= dict(stage=self.joined.layers(layers), context_parallel=self.joined.layout is not None)
             if self.joined.experts is not None:
                 how |= dict(all_to_all="torch", group=self.joined.experts)
-        return serving.build(fields(self.family, layers, self.small, chosen), **how).requires_grad_(False)
+        given = fields(self.family, layers, self.small, chosen)
+        if not decides:
+            given["num_experts_per_tok"] = given.get("n_routed_experts") or given["num_local_experts"]
+        return serving.build(given, **how).requires_grad_(False)
 
     def runner(self, held: Any = None, **how: Any) -> bcg.PrefillRunner:
         """Not captured yet."""
