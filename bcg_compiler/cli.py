@@ -58,7 +58,7 @@ app = typer.Typer(
 DEFAULT_LADDER = "32,64,128,256"
 
 #: Seconds that ranks wait for each other: in a run, where they compare with eager in between, and in ``bcg doctor``.
-RANKS_TIMEOUT = 600.0
+RANKS_TIMEOUT = 120.0
 DOCTOR_TIMEOUT = 60.0
 
 #: How many of the bundled lengths are run where ``--calls`` is not given: under a minute for glm5 on two free cores.
@@ -180,6 +180,11 @@ def run(
             )
             equal = _run_over_ranks(launch, served, sizes, prompts, source, buckets, options)
             raise typer.Exit(0 if equal else 1)
+        if (started := Launch.found()) is not None and started.ranks > 1:
+            raise typer.BadParameter(
+                f"A launcher has started {started.ranks} processes, and none of --dp, --pp, --cp and --ep says what "
+                "each of them is to do."
+            )
         where = _device(device)
         _look_here(model)
         with building(model):

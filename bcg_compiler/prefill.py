@@ -128,6 +128,8 @@ class PrefillRunner:
         self._shared = Terms(buckets=self.buckets, limits=limits)
         self.limits = limits if tail is not None or ranks.after is not None else replace(limits, logprobs=False)
         self._refusal = ranks.refusal
+        self._bound: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._row: tuple[torch.Size, torch.dtype] = (torch.Size(), torch.float32)
         self._program: AotProgram | None = None
         self.vote: ReplayVote | None = None
         self._timeout, self._set_up_timeout, self._config = timeout, set_up_timeout, dict(config or {})
@@ -183,6 +185,8 @@ class PrefillRunner:
         if self.vote is not None:
             self.vote.failed = failed
         self.failed, self._program = failed, compiled
+        given: PipelineProxy = arguments[0]
+        self._row, self._bound = (given.hidden_states.shape[1:], given.hidden_states.dtype), _parts(self._body)
         return report
 
     def _capture(self, compiled: AotProgram, idle: RowsOfBatch, arguments: tuple[Any, ...]) -> CaptureReport:
@@ -298,6 +302,12 @@ class PrefillRunner:
 
     def _check(self, batch: RowsOfBatch, ids: Tensor | None, embeddings: Tensor | None, wanted: Wanted) -> None:
         """Before ranks begin to wait for each other."""
+        moved = next((name for held, key, value, name in self._bound if held.get(key) is not value), None)
+        if moved is not None:
+            raise RankError(
+                f"{moved} of the body is another object than when it was captured, which the captures do not read. "
+                "Write into the tensors that are there, or call capture() again, on all ranks."
+            )
         counts = sum(batch.lengths), batch.tokens, len(batch.positions)
         if len(set(counts)) > 1 or len(batch.prefixes) != len(batch.lengths):
             raise RankError(
@@ -307,6 +317,12 @@ class PrefillRunner:
         for name, given in (("ids", ids), ("embeddings", embeddings)):
             if given is not None and len(given) != batch.tokens:
                 raise RankError(f"The batch has {batch.tokens} tokens, and {name} has {len(given)} rows.")
+        if embeddings is not None and (embeddings.shape[1:], embeddings.dtype) != self._row:
+            row, dtype = self._row
+            raise RankError(
+                f"embeddings are {embeddings.dtype}{list(embeddings.shape)}, and the body takes {dtype} rows of "
+                f"{list(row)}."
+            )
         if self.ranks.before is None and ids is None and embeddings is None:
             raise RankError("The first stage needs ids, or embeddings in their place.")
         if self.ranks.after is not None:
@@ -421,10 +437,21 @@ def _told(value: Any) -> str:
     return getattr(value, "__qualname__", None) or str(value)
 
 
+def _parts(body: Any) -> list[tuple[dict[str, Any], str, Any, str]]:
+    """All that a body is made of: where each part is held, under which key, the part, and its full name."""
+    found = []
+    for path, module in body.named_modules() if isinstance(body, torch.nn.Module) else ():
+        for held in (module._parameters, module._buffers, module._modules):
+            found += [(held, key, value, f"{path}.{key}".lstrip(".")) for key, value in held.items()]
+    return found
+
+
 def _padded(rows: Tensor) -> Tensor:
     """At least ``FEWEST`` rows, and always memory of its own."""
     more = FEWEST - len(rows)
-    return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]) if more > 0 else rows.clone()
+    if more > 0:
+        return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])])
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _padded_proxy(proxy: PipelineProxy) -> PipelineProxy:

@@ -14,7 +14,7 @@ from bcg_compiler import Limits, PrefillRunner, Wanted
 from bcg_compiler.distributed.pipeline import PipelineProxy, ProxyForm
 from bcg_compiler.distributed.ranks import Ranks
 from bcg_compiler.distributed.rules import Parallel
-from bcg_compiler.errors import AotError, LadderError, OptionError, PipelineError, RankError
+from bcg_compiler.errors import LadderError, OptionError, PipelineError, RankError
 from bcg_compiler.models import serving
 from bcg_compiler.models.layers.batch import PrefillBatch
 from bcg_compiler.models.layers.pages import PagePool
@@ -440,9 +440,9 @@ def test_bad_input_is_an_error_before_anything_is_written(pair: Pair) -> None:
     ]:
         with pytest.raises(RankError, match=says):
             call()
-    with pytest.raises(AotError, match=r"hidden_states.*float64"):
+    with pytest.raises(RankError, match=r"embeddings are torch\.float64.*takes torch\.float32 rows of \[32\]"):
         run(batch, embeddings=rows.double())
-    with pytest.raises(AotError, match="hidden_states"):
+    with pytest.raises(RankError, match=r"embeddings are torch\.float32\[6, 8\]"):
         run(batch, embeddings=rows[:, :8])
     assert all(map(torch.equal, pair.model.buffers(), caches))
     assert run(batch, ids).admission.replays
@@ -465,3 +465,26 @@ def test_what_a_stage_must_have_at_its_ends() -> None:
     for name, instead in [("ladder", "ladder"), ("limits", "limits"), ("max_padding_factor", "limits")]:
         with pytest.raises(OptionError, match=f"'{name}' is the runner's to decide: give it {instead}="):
             PrefillRunner(body, ladder=LADDER, embed=embed, options={name: 4})
+
+
+def test_weights_in_place_of_those_that_were_captured_are_an_error_until_the_next_capture() -> None:
+    """Embedding and tail took the new ones, and the body the old ones: silently, results of neither model."""
+    pair = Pair()
+    other: Any = serving.build(FIELDS, **SIZES, seed=7)
+    pair.model.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
+    pair.alone.load_state_dict(pair.model.state_dict())
+    batch, ids = pair.batch(9)
+    with pytest.raises(
+        RankError, match=r"embed_tokens\.weight of the body is another object .* call capture\(\) again"
+    ):
+        pair.runner(batch, ids)
+    pair.runner.capture(pair.pool.idle())
+    close(pair.runner(batch, ids, wanted=Wanted(logits="all")).logits, pair.expected(batch, ids)[0])
+
+
+def test_embeddings_of_any_strides_are_taken() -> None:
+    pair = Pair()
+    batch, ids = pair.batch(9)
+    embeddings = pair.model.model.embed_tokens(ids).detach()
+    found = pair.runner(batch, None, embeddings=embeddings.t().contiguous().t(), wanted=Wanted(logits="all"))
+    close(found.logits, pair.expected(batch, ids)[0])

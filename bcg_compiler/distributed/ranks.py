@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from bcg_compiler.distributed.agreement import agree
 from bcg_compiler.distributed.context_parallel import Zigzag
+from bcg_compiler.distributed.exchange import Exchange
 from bcg_compiler.distributed.gather import GroupRows, RowGather
 from bcg_compiler.distributed.pipeline import Stage
 from bcg_compiler.distributed.rules import Parallel, evaluate
 from bcg_compiler.errors import RankError
+
+#: Seconds that ranks wait for the layouts of each other.
+_AGREE = 120.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +88,15 @@ class Ranks:
 
         Ranks count through the context-parallel ranks of a stage first, then through the stages of a pipeline, then
         through the replicas. ``alignment`` and ``multiple`` as of ``Zigzag``. Raises ``RankError`` if there are more or
-        fewer ranks than the layout has, and for experts that are shared out over a number of ranks that does not divide
-        those of a stage.
+        fewer ranks than the layout has, for experts that are shared out over a number of ranks that does not divide
+        those of a stage, and on all ranks if their layouts differ, or one does not come within ``timeout`` seconds.
         """
         dp, pp, cp, ep = parallel.dp, parallel.pp, parallel.cp, parallel.ep
         world = dist.get_world_size() if dist.is_initialized() else 1
+        if world > 1:
+            # Before any group is made: ranks that make other groups wait for each other.
+            with Exchange(None, _AGREE if timeout is None else timeout, "layout") as everyone:
+                agree(everyone, {name: str(value) for name, value in vars(parallel).items()})
         if dp * pp * cp != world:
             raise RankError(
                 f"dp={dp}, pp={pp} and cp={cp} are {dp * pp * cp} ranks, and there are {world}: start as many "

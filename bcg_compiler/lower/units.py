@@ -172,6 +172,8 @@ def why_not(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node],
     roots = [f.results for o in unit.inputs if (f := graph.producer_facts(nodes[o])) is not None]
     if any(sum(root in of for of in roots) > 1 for root in writes):
         return "unit_alias"  # it would not see that two inputs share what is written
+    if any("dropout" in f.op and f.results & touched.written for f in facts):
+        return "unit_alias"  # of nothing it is its argument, and Inductor's is a copy, in which a write is lost
     outside = frozenset().union(*roots)
     made = [graph.facts[nodes[ordinal]].results for ordinal in unit.outputs]
     if any(sum(root in of for of in made) > 1 for root in touched.written - outside):

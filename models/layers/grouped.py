@@ -46,4 +46,4 @@ def experts(
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     of_token = made[back].unflatten(0, ids.shape).masked_fill_(~here[..., None], 0)
-    out.copy_((of_token * weights[..., None].float()).sum(1))
+    out.copy_((of_token * weights.where(here, 0)[..., None].float()).sum(1))

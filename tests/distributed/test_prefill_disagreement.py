@@ -329,3 +329,14 @@ def gone(rank: int, ranks: int, folder: Path) -> None:
 )
 def test_two_ranks(function: Callable[[int, int, Path], None], on_ranks: OnRanks) -> None:
     on_ranks(2, function)
+
+
+def other_layouts(rank: int, ranks: int, folder: Path) -> None:
+    with pytest.raises(RankError, match=r"cp: 2 on rank 0; 1 on rank 1") as told:
+        Ranks.join(Parallel(cp=2) if rank == 0 else Parallel(pp=2), timeout=20)
+    assert "pp" in str(told.value)
+
+
+def test_ranks_of_other_layouts_are_told_before_they_make_groups(on_ranks: OnRanks) -> None:
+    """They made groups of other ranks, and waited for each other."""
+    on_ranks(2, other_layouts)

@@ -184,3 +184,69 @@ def test_an_error_in_code_that_runs_for_several_layers_names_the_layer(
         pair.fails((bad,), IndexError, "index out of range", note=("embedding", "layers.4.0"))
         pair(ids)
     assert bcg.stats(pair.compiled).unique_units < len(pair.eager.layers)
+
+
+def written_dropout_of_argument(x: Tensor) -> Tensor:
+    torch.nn.functional.dropout(x, 0.1, False).add_(1.0)
+    return x * 2
+
+
+def written_dropout_of_value(x: Tensor) -> Tensor:
+    h = x * 3
+    dropped = torch.dropout(h, 0.5, False)
+    dropped.add_(1.0)
+    return h + 0.5
+
+
+def written_dropout_of_nothing(x: Tensor) -> Tensor:
+    h = x * 3
+    dropped = torch.nn.functional.dropout(h, 0.0, True)
+    dropped += x
+    return h * dropped
+
+
+@pytest.mark.parametrize("fn", [written_dropout_of_argument, written_dropout_of_value, written_dropout_of_nothing])
+def test_a_write_through_a_dropout_that_is_its_argument(fn: Callable[[Tensor], Tensor]) -> None:
+    """Inductor makes a copy of it: the write was lost, at every call."""
+    options = {"capture": "emulated", "segment_compiler": "inductor", "min_segment_kernels": 1}
+    compiled: Any = torch.compile(fn, backend="bcg", options=options)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            same = x.clone()
+            torch.testing.assert_close(compiled(x), fn(same))
+            torch.testing.assert_close(x, same)
+    assert bcg.stats(compiled).eager_units == {"unit_alias": 1}
+
+
+_calls = [0]
+
+
+@bcg.eager_break(fake=lambda x: torch.empty(*x.shape, 2)[..., 1])
+def lazily_negated_now_and_then(x: Tensor) -> Tensor:
+    _calls[0] += 1
+    return torch.complex(x, x).conj().imag if _calls[0] % 2 == 0 else torch.stack([x, x], -1)[..., 1]
+
+
+@bcg.eager_break(fake=lambda x: torch.empty_like(x))
+def wider_than_its_fake(x: Tensor) -> Tensor:
+    return torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("made", [lazily_negated_now_and_then, wider_than_its_fake])
+def test_what_a_break_gives_may_lie_otherwise_from_call_to_call(made: Any) -> None:
+    """A lazily negated tensor was read as it lies, silently; other strides were an error at each call."""
+
+    def fn(x: Tensor) -> Tensor:
+        return made(made(x).sin() * 2).sin() * 2 + 1
+
+    options = {"capture": "emulated", "segment_compiler": "inductor", "min_segment_kernels": 1}
+    compiled: Any = torch.compile(fn, backend="bcg", options=options)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(5, 8)
+            _calls[0] = 0
+            wanted = fn(x)
+            _calls[0] = 0
+            torch.testing.assert_close(compiled(x), wanted)
+    assert bcg.stats(compiled).eager_units["unit_odd_input"]

@@ -46,3 +46,11 @@ def test_what_has_no_grouped_product_is_told() -> None:
     odd = GatedExperts(torch.randn(COUNT, 12, HIDDEN), torch.randn(COUNT, HIDDEN, 6))
     assert "16 and 6 wide, must be multiples of 8" in grouped.refuses(x.bfloat16(), ids, weights, odd, x)
     assert not grouped.refuses(x.bfloat16(), ids, weights, gated(), x)
+
+
+def test_what_the_weight_of_an_expert_elsewhere_is_does_not_matter() -> None:
+    x, ids = torch.randn(2, HIDDEN), torch.tensor([[0, -1], [1, -1]])
+    weights = torch.tensor([[0.5, torch.nan], [0.5, torch.inf]])
+    found = torch.empty_like(x)
+    grouped.experts(x, ids, weights, gated(), found)
+    assert found.isfinite().all()
