@@ -38,10 +38,10 @@ class CompiledUnit:
 
     def __call__(self, *args: Any) -> Any:
         seen_by = _recorder.get()
-        if not self._tried and seen_by is None and not _capturing():
+        if not self._given_up and any(is_odd(arg) for arg in args):
+            self._give_up("unit_odd_input")  # at any call: what a break gives may differ from call to call
+        if not (self._tried or self._given_up) and seen_by is None and not _capturing():
             self._try(args)
-        elif not self._given_up and any(is_odd(arg) for arg in args):
-            self._give_up("unit_odd_input")  # what a break gives may differ from call to call
         if self._given_up or (self._written and self._overlapping(args)):
             return self.eager(*args)
         if seen_by is not None:
@@ -71,20 +71,16 @@ class CompiledUnit:
         raise (self._eager_error(args) if on_host else None) or failed
 
     def _try(self, args: Sequence[Any]) -> None:
-        """Look at the first real inputs, and at whether results share memory as those of eager code do."""
-        reason = ""
-        if any(is_odd(arg) for arg in args):
-            reason = "unit_odd_input"
-        elif self._shares:
+        """Look at whether results share memory as those of eager code do."""
+        if self._shares:
             if self._written and self._overlapping(args):
                 return  # this call runs as it is
             shared = [
                 _sharing([*given, *run(*given)]) for run in (self.eager, self.run) for given in [self._apart(args)]
             ]
-            reason = "unit_alias" if shared[0] != shared[1] else ""
+            if shared[0] != shared[1]:
+                self._give_up("unit_alias")
         self._tried = True  # not before: a call that fails has shown nothing
-        if reason:
-            self._give_up(reason)
 
     def _separate(self, results: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
         """Results in memory of their own, as those of the operations are. Code that gives others is not used again."""

@@ -26,6 +26,7 @@ import torch
 
 from bcg_compiler.models.layers.batch import PrefillBatch
 from bcg_compiler.models.layers.errors import ModelError
+from bcg_compiler.models.layers.gpus import lacking
 
 #: The oldest release that this was tried with.
 MINIMUM = "0.6.4"
@@ -36,10 +37,8 @@ _WORKSPACE = 128 << 20
 
 def unavailable(device: torch.device) -> str:
     """Why FlashInfer is not used on a device; "" if it is. Warns once of a release that is too old."""
-    if device.type != "cuda" or torch.version.hip:
-        return "it needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
+    if why := lacking(device, (8, 0)):
+        return why
     try:
         found = _library().__version__
     except ImportError as error:

@@ -6,15 +6,12 @@ The reference reads on the host how many rows each expert gets, and then runs ex
 import torch
 
 from bcg_compiler.models.layers.experts import ExpertGroup
+from bcg_compiler.models.layers.gpus import lacking
 
 
 def unavailable(device: torch.device) -> str:
     """Why this is not used on a device; "" if it is."""
-    if device.type != "cuda" or torch.version.hip:
-        return "it is for NVIDIA GPUs; on a CPU results are those of the reference bit by bit"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "grouped products need a GPU of compute capability 8.0 or newer"
-    return ""
+    return lacking(device, (8, 0))
 
 
 def refuses(

@@ -4,12 +4,11 @@ In torch the products of all heads with all keys are written to memory before th
 tile of the sums in registers and goes through the heads.
 """
 
-from importlib.util import find_spec
-
 import torch
 
 from bcg_compiler.models.layers import fp8
 from bcg_compiler.models.layers.batch import PrefillBatch
+from bcg_compiler.models.layers.gpus import lacking
 
 #: Tokens and keys of a tile.
 TILE = 64, 128
@@ -20,13 +19,7 @@ _LOGITS = 1 << 27
 
 def unavailable(device: torch.device) -> str:
     """Why the kernel is not used on a device; "" if it is."""
-    if device.type != "cuda" or torch.version.hip:
-        return "it needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return "it needs a GPU with 8-bit floating point, compute capability 8.9 or newer"
-    if find_spec("triton") is None:
-        return "Triton is not installed: pip install 'bcg-compiler[triton]'"
-    return ""
+    return lacking(device, (8, 9), triton=True)  # the first with 8-bit floating point
 
 
 def refuses(

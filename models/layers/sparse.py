@@ -6,11 +6,11 @@ memory first, block by block; the kernel gathers them where it multiplies.
 """
 
 import math
-from importlib.util import find_spec
 
 import torch
 
 from bcg_compiler.models.layers.batch import PrefillBatch
+from bcg_compiler.models.layers.gpus import lacking
 
 #: Numbers that are gathered at once: a block of tokens is as long as fits. 2^27 in bfloat16 are 256 MiB.
 _GATHERED = 1 << 27
@@ -63,9 +63,7 @@ def mla_attention(
 
 def fused_unavailable(device: torch.device) -> str:
     """Why the kernel is not used on a device; "" if it is."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs an NVIDIA GPU of compute capability 8.0 or newer"
-    return "" if find_spec("triton") else "Triton is not installed: pip install 'bcg-compiler[triton]'"
+    return lacking(device, (8, 0), triton=True)
 
 
 def fused_refuses(

@@ -11,7 +11,7 @@ import bcg_compiler as bcg
 from bcg_compiler.cli import app
 from bcg_compiler.debug import doctor
 from bcg_compiler.debug.doctor import examine, kernels_line
-from bcg_compiler.models.layers import attention, flashinfer, kernels
+from bcg_compiler.models.layers import attention, flashinfer, gpus, kernels
 from bcg_compiler.models.layers.pages import PagePool
 
 
@@ -53,8 +53,7 @@ def test_doctor_on_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer, "_library", lambda: type("Library", (), {"__version__": "0.7.4"}))
-    for module in (kernels.index_logits, kernels.sparse):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpus, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "_version", lambda name: "" if name == "triton" else "1.0")
     found = examine()
     assert found.devices == ("H200, 141 GiB, compute capability 9.0",)

@@ -55,7 +55,6 @@ def prefill(rank: int, ranks: int, folder: Path) -> None:
     model: Any = serving.build(
         fields, **SIZES, context_parallel=sizes["cp"] > 1, stage=joined.layers(3), **experts(joined)
     )
-    share_out_experts(model, alone, joined)
     runner = serving.runner(
         model, ladder=LADDER, ranks=joined, options={"capture": "emulated", "segment_compiler": "eager"}, timeout=50
     )
@@ -108,16 +107,6 @@ def agree(ranks: Ranks, reason: str) -> None:
 
 def experts(ranks: Ranks) -> dict[str, Any]:
     return {} if ranks.experts is None else {"all_to_all": "torch", "group": ranks.experts}
-
-
-def share_out_experts(model: Any, alone: Any, ranks: Ranks) -> None:
-    """The experts of this rank are those of the whole model."""
-    whole = dict(alone.named_parameters())
-    for name, parameter in model.named_parameters():
-        held = whole[name]
-        if ranks.experts is not None and held.shape != parameter.shape:
-            held = held.tensor_split(ranks.experts.size())[ranks.experts.rank()]
-        parameter.data.copy_(held)
 
 
 LAYOUTS = [

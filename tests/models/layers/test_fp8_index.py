@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bcg_compiler.models import layers
-from bcg_compiler.models.layers import cache, fp8, index_logits, indexer, kernels, reference
+from bcg_compiler.models.layers import cache, fp8, gpus, index_logits, indexer, kernels, reference
 from bcg_compiler.models.layers.batch import PrefillBatch
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.pages import PagePool
@@ -114,9 +114,9 @@ def test_the_kernel_is_for_packed_caches_and_gpus_that_have_8_bits(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "8.9" in index_logits.unavailable(cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(index_logits, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpus, "find_spec", lambda name: None)
     assert "pip install" in index_logits.unavailable(cuda)
-    monkeypatch.setattr(index_logits, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpus, "find_spec", lambda name: name)
     assert index_logits.unavailable(cuda) == ""
 
 
