@@ -71,9 +71,14 @@ class Prefill:
         torch.manual_seed(0)
         pages = 4 * -(-(2 * tokens) // 64)
         self.model = serving.build(
-            fields(layers, hidden), pages=pages, page_size=64, dtype=torch.bfloat16, fp8_index=device == "cuda"
+            fields(layers, hidden),
+            pages=pages,
+            page_size=64,
+            dtype=torch.bfloat16,
+            device=device,
+            fp8_index=device == "cuda",
         )
-        self.model.to(device).eval().requires_grad_(False)
+        self.model.eval().requires_grad_(False)
         pool = serving.page_pool(self.model)
         self.ids = torch.randint(0, 32000, (tokens,), device=device)
         self.run: Any = self.model

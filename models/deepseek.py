@@ -17,6 +17,7 @@ from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.expert_parallel import open_all_to_all
 from bcg_compiler.models.layers.flashinfer import LatentShape
 from bcg_compiler.models.layers.indexer import Indexer
+from bcg_compiler.models.layers.local_experts import local_experts
 from bcg_compiler.models.layers.mla import LatentAttention
 from bcg_compiler.models.layers.moe import ExpertParallel, MoE, Routing
 from bcg_compiler.models.layers.planned import PlannedLatentAttention, planned_latent_attention
@@ -285,7 +286,9 @@ class Deepseek(StagedModel):
         config = DeepseekConfig.of(fields)
         experts = config.routing.experts
         backend = open_all_to_all(all_to_all, experts=experts, hidden=config.hidden, group=group)
-        decoder = Decoder(config, pages, page_size, ExpertParallel.over(backend), stage)
+        local = local_experts(experts, (config.hidden, config.expert_width)) if all_to_all == "none" else None
+        parallel = ExpertParallel.over(backend, local)
+        decoder = Decoder(config, pages, page_size, parallel, stage)
 
         def form(border: str, layer: int) -> ProxyForm:
             topk = config.index_most if config.shares_at(layer) else 0

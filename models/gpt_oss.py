@@ -17,6 +17,7 @@ from bcg_compiler.models.layers.batch import live_batch
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.experts import ClampedExperts
 from bcg_compiler.models.layers.kernels import run
+from bcg_compiler.models.layers.local_experts import LocalExperts, local_experts
 from bcg_compiler.models.layers.rotary import Angles, Rotary, RotaryConfig, rotate
 from bcg_compiler.models.layers.staged import Handed, StageDecoder, StagedModel
 
@@ -156,9 +157,10 @@ def clamped_experts(
 class Experts(nn.Module):
     """The weights of all experts, as checkpoints hold them."""
 
-    def __init__(self, config: GptOssConfig) -> None:
+    def __init__(self, config: GptOssConfig, local: LocalExperts | None) -> None:
         super().__init__()
         count, hidden, width = config.experts, config.hidden, config.expert_width
+        self.local = local
         self.alpha, self.limit = config.alpha, config.limit
         self.gate_up_proj = nn.Parameter(torch.empty(count, hidden, 2 * width), requires_grad=False)
         self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * width), requires_grad=False)
@@ -169,18 +171,19 @@ class Experts(nn.Module):
         """``x`` ``[rows, hidden]``, ``ids`` and ``weights`` ``[rows, chosen]``; ``[rows, hidden]``."""
         out = torch.empty_like(x)
         gate_up, down = (self.gate_up_proj, self.gate_up_proj_bias), (self.down_proj, self.down_proj_bias)
-        clamped_experts(x, ids, weights, *gate_up, *down, out, self.alpha, self.limit)
+        run = clamped_experts if self.local is None else self.local.clamped
+        run(x, ids, weights, *gate_up, *down, out, self.alpha, self.limit)
         return out
 
 
 class MoE(nn.Module):
     """A router and its experts: a token's weights are the softmax of its best scores."""
 
-    def __init__(self, config: GptOssConfig) -> None:
+    def __init__(self, config: GptOssConfig, local: LocalExperts | None) -> None:
         super().__init__()
         self.chosen = config.chosen
         self.router = Linear(config.hidden, config.experts, bias=True)
-        self.experts = Experts(config)
+        self.experts = Experts(config, local)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden]`` in and out."""
@@ -191,10 +194,12 @@ class MoE(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and experts, each behind a norm and added to what goes in."""
 
-    def __init__(self, config: GptOssConfig, layer: int, pages: int, page_size: int) -> None:
+    def __init__(
+        self, config: GptOssConfig, layer: int, local: LocalExperts | None, pages: int, page_size: int
+    ) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer, pages, page_size)
-        self.mlp = MoE(config)
+        self.mlp = MoE(config, local)
         self.input_layernorm = RMSNorm(config.hidden, config.eps)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
 
@@ -207,10 +212,11 @@ class Decoder(StageDecoder):
     """All layers, or those of a stage."""
 
     def __init__(self, config: GptOssConfig, pages: int, page_size: int, stage: Stage | None) -> None:
+        local = local_experts(config.experts, (config.hidden, config.expert_width))
         super().__init__(
             stage,
             len(config.windows),
-            lambda i: DecoderLayer(config, i, pages, page_size),
+            lambda i: DecoderLayer(config, i, local, pages, page_size),
             vocab=config.vocab,
             hidden=config.hidden,
             eps=config.eps,

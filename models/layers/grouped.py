@@ -18,12 +18,17 @@ def refuses(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, group: ExpertGroup, out: torch.Tensor
 ) -> str:
     """Why this cannot do such a call; "" if it can."""
-    if hidden.dtype != torch.bfloat16:
-        return f"grouped products are for bfloat16, not {hidden.dtype}"
-    if group.count >= 1 << 15:
-        return f"there are {group.count} experts, and they are numbered in 15 bits"
-    if any(width % 8 for width in group.widths):
-        return f"the rows of experts, {' and '.join(map(str, group.widths))} wide, must be multiples of 8"
+    return cannot(hidden.dtype, group.count, group.widths)
+
+
+def cannot(dtype: torch.dtype, count: int, widths: tuple[int, int]) -> str:
+    """Why this cannot do ``count`` experts of these ``widths`` (``ExpertGroup``); "" if it can."""
+    if dtype != torch.bfloat16:
+        return f"grouped products are for bfloat16, not {dtype}"
+    if count >= 1 << 15:
+        return f"there are {count} experts, and they are numbered in 15 bits"
+    if any(width % 8 for width in widths):
+        return f"the rows of experts, {' and '.join(map(str, widths))} wide, must be multiples of 8"
     return ""
 
 

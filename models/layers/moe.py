@@ -16,6 +16,7 @@ from bcg_compiler.models.layers.checkpoint import Place
 from bcg_compiler.models.layers.errors import ModelError
 from bcg_compiler.models.layers.expert_parallel import through_experts
 from bcg_compiler.models.layers.experts import GatedExperts
+from bcg_compiler.models.layers.local_experts import LocalExperts
 
 RoutedExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -57,15 +58,19 @@ def routed_experts_over(backend: AllToAll) -> RoutedExperts:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """How a model runs its routed experts: which of them this rank holds, and the break, one for all layers."""
+    """How a model runs its routed experts: which of them this rank holds, and the break, one for all layers.
+
+    ``local``: what runs them in place of the break, where this rank holds them all and that is possible.
+    """
 
     shard: Shard
     run: RoutedExperts
+    local: LocalExperts | None = None
 
     @classmethod
-    def over(cls, backend: AllToAll) -> ExpertParallel:
+    def over(cls, backend: AllToAll, local: LocalExperts | None = None) -> ExpertParallel:
         """Over the ranks of a backend."""
-        return cls(backend.shard, routed_experts_over(backend))
+        return cls(backend.shard, routed_experts_over(backend), local)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden: int, width: int, parallel: ExpertParallel) -> None:
         super().__init__()
-        self.shard, self.run = parallel.shard, parallel.run
+        self.shard, self.run, self.local = parallel.shard, parallel.run, parallel.local
         count = self.shard.count
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, hidden), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(count, hidden, width), requires_grad=False)
@@ -155,7 +160,8 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``x`` ``[rows, hidden]``, ``ids`` and ``weights`` of ``Router``; ``[rows, hidden]``."""
         out = torch.empty_like(x)
-        self.run(x, ids, weights, self.gate_up_proj, self.down_proj, out)
+        run = self.run if self.local is None else self.local.gated
+        run(x, ids, weights, self.gate_up_proj, self.down_proj, out)
         return out
 
     def checkpoint_places(self) -> Mapping[str, Place]:

@@ -222,7 +222,7 @@ def test_a_write_through_a_dropout_that_is_its_argument(fn: Callable[[Tensor], T
 _calls = [0]
 
 
-@bcg.eager_break(fake=lambda x: torch.empty(*x.shape, 2)[..., 1])
+@bcg.eager_break(fake=lambda x: x.new_empty(*x.shape, 2)[..., 1])
 def lazily_negated_now_and_then(x: Tensor) -> Tensor:
     _calls[0] += 1
     return torch.complex(x, x).conj().imag if _calls[0] % 2 == 0 else torch.stack([x, x], -1)[..., 1]

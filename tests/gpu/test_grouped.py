@@ -1,13 +1,18 @@
 """Experts by grouped products on the GPU: against the reference, in bfloat16, without waiting for the device."""
 
+from typing import Any
+
 import pytest
 import torch
 
+import bcg_compiler as bcg
 from bcg_compiler.models.layers import kernels, reference
 from bcg_compiler.models.layers.experts import ClampedExperts, ExpertGroup, GatedExperts
+from bcg_compiler.models.layers.local_experts import LocalExperts
 
 pytestmark = pytest.mark.gpu
 
+CUDA = "cuda"
 COUNT, HIDDEN, WIDTH, TOKENS, CHOSEN = 16, 512, 256, 300, 4
 
 
@@ -42,3 +47,28 @@ def test_grouped_products_are_the_reference_and_the_host_waits_for_nothing(group
         torch.cuda.set_sync_debug_mode("default")
     reference.experts(*args, wanted)
     assert (found.float() - wanted.float()).abs().max() <= 2e-2 * wanted.float().abs().max()
+
+
+@pytest.mark.parametrize("segment_compiler", ["eager", "inductor"])
+def test_experts_of_one_rank_are_a_part_of_the_segment(segment_compiler: str) -> None:
+    torch.manual_seed(0)
+    up, down, local = _weight(COUNT, 2 * WIDTH, HIDDEN), _weight(COUNT, HIDDEN, WIDTH), LocalExperts(torch.device(CUDA))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            weights, ids = x[:, :COUNT].float().softmax(-1).topk(CHOSEN)
+            out = torch.empty_like(x)
+            local.gated(x, ids, weights, up, down, out)
+            x = (x + out).tanh()
+        return x
+
+    options = {"ladder": [256, 512], "segment_compiler": segment_compiler, "max_padding_factor": 4.0}
+    compiled: Any = torch.compile(model, backend="bcg", options=options)
+    with torch.no_grad():
+        for rows in (300, 512, 100, 256, 411, 70):
+            x = torch.randn(rows, HIDDEN, device=CUDA).bfloat16()
+            torch._dynamo.mark_dynamic(x, 0)
+            found, wanted = compiled(x).float(), model(x).float()
+            assert (found - wanted).abs().max() <= 2e-2
+    stats = bcg.stats(compiled)
+    assert (stats.segments, stats.breaks, stats.replays) == (1, 0, 5)
