@@ -5,6 +5,7 @@ server that calls one model with inputs of one kind needs neither. What stays is
 """
 
 import builtins
+import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
@@ -23,6 +24,7 @@ from bcg_compiler.plan.padding import label, symbol_sources
 from bcg_compiler.plan.sizes import evaluate, symbols_in
 from bcg_compiler.runtime import Program, register_for
 
+_entries = itertools.count()
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -228,9 +230,10 @@ def aot_compile(
     """
     given = (tuple(args), dict(kwargs or {}))
     trace = _Trace(options, given)
-    # A code object of its own: Dynamo keeps its entries by code, and few for each.
+    # A code object of its own, of a name of its own: Dynamo keeps its entries by code, and few for each; and by the
+    # name what it has seen: sizes and numbers of another length or model would be open ones in this program.
     names = {"model": model, "__builtins__": builtins, "__name__": __name__}
-    entry = types.FunctionType(_call.__code__.replace(co_name="aot_entry"), names)
+    entry = types.FunctionType(_call.__code__.replace(co_name=f"aot_entry_{next(_entries)}"), names)
     try:
         result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
         if not trace.programs:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from bcg_compiler.breaks import BoundBreak, as_bound_break
 from bcg_compiler.compat.fake import FakeTensor
+from bcg_compiler.compat.held_numbers import keep_constant
 from bcg_compiler.compat.ops import op_exists, registered_ops
 from bcg_compiler.compat.regions import inline_regions
 from bcg_compiler.errors import OptionError, nearest
@@ -63,6 +64,7 @@ def bcg_backend(
         on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
         chosen = segment_compiler(parsed, on_cuda=on_cuda)
         compiler = None if chosen == "eager" else UnitCompiler(chosen)  # its processes start while facts are collected
+        keep_constant(module)
         inline_regions(module)
         graph = collect_facts(module, example_inputs, parsed.capturable)
         passes = run_passes(graph, parsed)
