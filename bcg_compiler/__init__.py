@@ -8,6 +8,7 @@ from bcg_compiler.aot import aot_compile
 from bcg_compiler.breaks import call_with_break, eager_break
 from bcg_compiler.buckets import Batch, Ladder, Limits
 from bcg_compiler.context import current_context, forward_context
+from bcg_compiler.debug.timeline import trace
 from bcg_compiler.errors import BcgError, LadderError
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan
@@ -37,4 +38,5 @@ __all__ = [
     "programs_of",
     "reset",
     "stats",
+    "trace",
 ]

@@ -73,6 +73,10 @@ class RankError(BcgError, RuntimeError):
     """Ranks that work together disagree, or some of them are missing. Raised on all that are there."""
 
 
+class TraceError(BcgError, RuntimeError):
+    """What cannot be traced: nothing replays, somebody traces already, or the ranges of NVTX are not there."""
+
+
 class ReleasedError(BcgError, RuntimeError):
     """A program was called after ``bcg.reset()`` had freed it."""
 

@@ -7,24 +7,29 @@
 ``compiled`` a unit with what a compiler made of it
 ``stubs``    what a capture does in place of break functions
 ``replay``   the flat function over replays and breaks of one capture
+``marked``   that function once more, with a call between its parts
 """
 
 from bcg_compiler.lower.compiled import CompiledUnit, units_seen_by
+from bcg_compiler.lower.marked import marked
 from bcg_compiler.lower.program import Lowered, lower, lower_prefix
 from bcg_compiler.lower.replay import Captured, Code, write_replay
 from bcg_compiler.lower.stubs import Stub
 from bcg_compiler.lower.units import SegmentCompiler, UnitCompiler
+from bcg_compiler.lower.writer import Part
 
 __all__ = [
     "Captured",
     "Code",
     "CompiledUnit",
     "Lowered",
+    "Part",
     "SegmentCompiler",
     "Stub",
     "UnitCompiler",
     "lower",
     "lower_prefix",
+    "marked",
     "units_seen_by",
     "write_replay",
 ]

@@ -18,7 +18,7 @@ from bcg_compiler.facts import ModeState
 
 #: The text's own names; those of builtins it uses, too (torch.ops.aten.slice must not hide slice).
 _OWN_NAME = re.compile(
-    r"[va]\d+|(segment|bridge|replay|fixed|filled|fill|stub)_\d+|program|make|warm_up|note|replay|rows"
+    r"[va]\d+|(segment|bridge|replay|fixed|filled|fill|stub)_\d+|program|make|warm_up|note|mark|replay|rows"
 )
 _PLAIN = (int, bool, str, type(None), type(Ellipsis))
 

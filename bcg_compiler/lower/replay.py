@@ -8,7 +8,7 @@ import torch
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.lower.writer import Code, Writer
+from bcg_compiler.lower.writer import Code, Part, Writer
 from bcg_compiler.plan import Plan, PlanNode
 
 __all__ = ["Captured", "Code", "write_replay"]
@@ -122,8 +122,11 @@ def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> 
     for step in plan.steps:
         # Not before: a break in front of it may wait for the stream that makes the input's values.
         fill = captured.fills.get(step.index, Fill((), ()))
+        if fill.statements:
+            writer.begin(Part("fill", step.index, _names(plan, fill.slots)))
         for line in (*fill.statements, *(line for ordinal in fill.slots for line in backs.filled(ordinal))):
             writer.line(f"{indent}{line}")
+        writer.begin(Part(step.kind, step.index))
         if step.kind == "segment":
             writer.line(f"{indent}replay_{step.index}()", step, step.nodes[0])
             backs.ran(*step.nodes)
@@ -134,6 +137,7 @@ def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> 
         )
         for ordinal in step.outputs:
             if ordinal in captured.bridges:
+                writer.begin(Part("fill", step.index, f"bridge %{ordinal}"))
                 writer.line(
                     f"{indent}fill_bridge(bridge_{ordinal}, v{ordinal}); v{ordinal} = bridge_{ordinal}",
                     step,
@@ -142,10 +146,20 @@ def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> 
         live.update(set(step.outputs) - set(step.fixed))
         if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
             writer.line(f"{indent}del {', '.join(dead)}")
-    for line in backs.all():
-        writer.line(f"{indent}{line}")
+    last = plan.steps[-1].index
+    if copies := backs.all():
+        writer.begin(Part("copy_back", last, "slots"))
+        for line in copies:
+            writer.line(f"{indent}{line}")
+    writer.begin(Part("copy_back", last, "results"))
     writer.leave_modes(indent)
     writer.line(f"{indent}return {_returned(writer, captured)}")
+
+
+def _names(plan: Plan, ordinals: tuple[int, ...]) -> str:
+    """What the caller calls some inputs."""
+    values = (plan.by_ordinal[ordinal] for ordinal in ordinals)
+    return ", ".join(value.argument or value.name for value in values)
 
 
 def _name_inputs(writer: Writer, plan: Plan, captured: Captured, indent: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,6 +14,19 @@ from bcg_compiler.lower.side_streams import let_go_behind
 from bcg_compiler.plan import Plan, PlanNode, Step
 
 
+class Part(NamedTuple):
+    """Some lines of a replay that do one thing.
+
+    ``kind``  as in a plan, or ``fill`` of slots and bridges, or ``copy_back`` of what belongs to the caller
+    ``step``  index of the step that it is, or is for
+    ``what``  is filled, copied back or called; "" for a step itself
+    """
+
+    kind: Literal["segment", "break", "fill", "copy_back"]
+    step: int
+    what: str = ""
+
+
 @dataclass(frozen=True)
 class Code:
     """Compiled text.
@@ -21,12 +34,14 @@ class Code:
     ``made``      what its ``make`` function returned
     ``source``    the text, ``filename`` the name that it was compiled under
     ``lines``     line number (from 1) → the step and the node that the line is for
+    ``parts``     line number → the part of a replay that begins there
     """
 
     made: Any
     source: str
     filename: str
     lines: dict[int, tuple[Step, PlanNode]]
+    parts: dict[int, Part]
 
 
 def _itself(target: BoundBreak) -> BoundBreak:
@@ -58,6 +73,11 @@ class Writer:
         )
         self._text: list[str] = []
         self._lines: dict[int, tuple[Step, PlanNode]] = {}
+        self._parts: dict[int, Part] = {}
+
+    def begin(self, part: Part) -> None:
+        """Say what the lines from the next one on do, up to the next part."""
+        self._parts[len(self._text) + 1] = part
 
     def line(self, text: str, step: Step | None = None, node: PlanNode | None = None) -> None:
         """Add one line; ``step`` and ``node`` are what an exception on it is about."""
@@ -77,8 +97,9 @@ class Writer:
     ) -> None:
         """Add the operations of a step, each with a comment where the user's line changes; only ``which`` if given.
 
-        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` and ``after`` give lines to
-        put around an operation; the values of ``kept``, and what the step gives, are not deleted.
+        The values of ``noted`` are handed to ``note`` as soon as they are made. ``before`` gives lines that bring the
+        caller's tensors up to date for an operation, ``after`` lines to put behind it; the values of ``kept``, and what
+        the step gives, are not deleted.
         """
         plan_nodes = [n for n in step.nodes if which is None or n.ordinal in which]
         nodes = [self.nodes[n.ordinal] for n in plan_nodes]
@@ -94,8 +115,11 @@ class Writer:
             deeper = text[: len(text) - len(text.lstrip())]
             if plan_node is not None and plan_node is not last:
                 last = plan_node
-                for line in before(plan_node):
-                    self.line(f"{deeper}{line}")
+                if copies := before(plan_node):
+                    self.begin(Part("copy_back", step.index, "slots"))
+                    for line in copies:
+                        self.line(f"{deeper}{line}")
+                    self.begin(Part(step.kind, step.index))
             self.line(text, step, plan_node)
             if plan_node is not None and plan_node.ordinal in noted and not text.lstrip().startswith("del "):
                 self.line(f"{deeper}note({plan_node.ordinal}, v{plan_node.ordinal})")
@@ -110,6 +134,7 @@ class Writer:
             first = hoisted.nodes[0]
             call = self.graph.hoisted[self.nodes[first.ordinal]]
             name = self.namespace.bind(call, call.function.fn.__name__)
+            self.begin(Part("break", steps[first.ordinal].index, f"plan {call.function.fn.__name__}"))
             where = f"  # for {len(hoisted.nodes)} from {first.module or '.'} {first.source or ''}".rstrip()
             self.line(f"{indent}{name}(){where}", steps[first.ordinal], first)
 
@@ -148,4 +173,5 @@ class Writer:
         scope: dict[str, Callable[..., Any]] = {}
         exec(compile(source, filename, "exec"), scope)
         lines = {number + 1: what for number, what in self._lines.items()}
-        return Code(scope["make"](**self.namespace.objects), source, filename, lines)
+        parts = {number + 1: part for number, part in self._parts.items()}
+        return Code(scope["make"](**self.namespace.objects), source, filename, lines, parts)

@@ -6,9 +6,10 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from bcg_compiler.buckets import Admission, Batch, Ladder, admit
 from bcg_compiler.compat.backends import attention_kernels, autocast_as, autocast_now
 from bcg_compiler.compat.fake import is_plain, replaced_sizes, size_conditions
 from bcg_compiler.context import PLANNED, forward_context, published
-from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError
+from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError, TraceError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower import Lowered, UnitCompiler, lower
@@ -70,6 +71,16 @@ class Rung(NamedTuple):
     error: str = ""
 
 
+class Watcher(Protocol):
+    """Sees what the calls of a program do."""
+
+    def copy(self, capture: Capture) -> Capture:
+        """What is replayed in place of a capture."""
+
+    def around(self, what: str) -> AbstractContextManager[None]:
+        """Around all else that a call does: an eager run with its reason, a capture."""
+
+
 class Program:
     """Runs the steps of one plan: eagerly at the first call of a shape, captured and replayed from the second on.
 
@@ -83,6 +94,8 @@ class Program:
     ) -> None:
         self.eager_runs: Counter[str] = Counter()
         self.replays = 0
+        self.bucket_replays: Counter[int] = Counter()
+        self.live_rows = 0  # of the replays in buckets
         self.captures = 0
         self.recaptures = 0
         self._options = options
@@ -194,7 +207,7 @@ class Program:
         if (capture is None or self._written) and self._overlapping(args):
             return self._eagerly("input_overlap", args)
         if capture is not None:
-            return self._replay(capture, args)
+            return self._replay_in_bucket(capture, args, admission.rows)
         if self.complete and self._options.on_late_capture == "eager":
             return self._eagerly("late_capture", args)
         if self.complete and self._options.on_late_capture == "error":
@@ -207,7 +220,7 @@ class Program:
             return self._eagerly("capture_limit", args)
         if self._warm:
             capture = self._capture(place, shape, args, self._forms(bucket), bucket)
-            return self._call(args) if capture is None else self._replay(capture, args)
+            return self._call(args) if capture is None else self._replay_in_bucket(capture, args, admission.rows)
         result = self._warm_up(None, args)
         if self._never is None and self._sizes_open is sizes:
             self._capture(place, shape, args, self._forms(bucket), bucket)
@@ -286,6 +299,13 @@ class Program:
             result = capture.run(*args)
         self.replays += 1
         counters.replays += 1
+        return result
+
+    def _replay_in_bucket(self, capture: Capture, args: tuple[Any, ...], live_rows: int) -> Any:
+        assert capture.rows is not None
+        result = self._replay(capture, args)
+        self.bucket_replays[capture.rows] += 1
+        self.live_rows += live_rows
         return result
 
     def _warm_up(self, shape: Any, args: tuple[Any, ...]) -> Any:
@@ -733,6 +753,40 @@ class Program:
             self._device = None
 
     # -- reports
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Let somebody see what calls do. Raises ``TraceError`` if somebody does already.
+
+        Methods of this one object are replaced for the time: where nobody watches, a call asks for nobody.
+        """
+        if "_replay" in vars(self):
+            raise TraceError("This program is traced already: end that trace first.")
+        copies: dict[Callable[..., Any], Capture] = {}
+        replay, eagerly, warm_up, capture = self._replay, self._eagerly, self._warm_up, self._capture
+
+        def replay_copy(kept: Capture, args: tuple[Any, ...]) -> Any:
+            if kept.run not in copies:
+                copies[kept.run] = watcher.copy(kept)
+                self._lines.add(copies[kept.run].code)
+            return replay(copies[kept.run], args)
+
+        def around(what: str, method: Callable[..., Any], *given: Any) -> Any:
+            with watcher.around(what):
+                return method(*given)
+
+        seen: dict[str, Callable[..., Any]] = {
+            "_replay": replay_copy,
+            "_eagerly": lambda reason, args: around(f"eager run: {reason}", eagerly, reason, args),
+            "_warm_up": partial(around, "eager run: warm_up", warm_up),
+            "_capture": partial(around, "capture", capture),
+        }
+        vars(self).update(seen)
+        try:
+            yield
+        finally:
+            for name in seen:
+                del vars(self)[name]
 
     def _count_plan(self) -> None:
         self._counted = True

@@ -29,6 +29,8 @@ class Stats:
                                 ``specialized_units`` those that were compiled once more for exactly one bucket
     ``forecast_bytes``, ``measured_bytes``  what captures were forecast to hold, and what they and the slots do hold
     ``captures``, ``recaptures``, ``replays``  see ``Counters``
+    ``bucket_replays``          replays whose inputs were padded, by the rows of the bucket; the ``live_rows`` that they
+                                had, and the ``padded_rows`` that the buckets added
     ``eager_runs``              runs of whole programs without replay, by reason code
     ``dynamo_graph_breaks``     Dynamo's own breaks, by reason
     ``recompile_limit_hits``    how often Dynamo gave a function up, which it then runs eagerly without telling anyone.
@@ -41,6 +43,9 @@ class Stats:
     captures: int
     recaptures: int
     replays: int
+    bucket_replays: dict[int, int]
+    live_rows: int
+    padded_rows: int
     eager_runs: dict[str, int]
     reasons: dict[str, int]
     unique_units: int
@@ -81,6 +86,8 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
     """Count what ``compiled``, the result of ``torch.compile``, has been compiled to and how it ran."""
     programs = programs_of(compiled)
     plans = [p.plan for p in programs if p.plan is not None]
+    in_buckets: Counter[int] = sum((p.bucket_replays for p in programs), Counter())
+    live_rows = sum(p.live_rows for p in programs)
     return Stats(
         graphs=len(programs),
         segments=sum(len(plan.segments) for plan in plans),
@@ -88,6 +95,9 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
         captures=sum(p.captures for p in programs),
         recaptures=sum(p.recaptures for p in programs),
         replays=sum(p.replays for p in programs),
+        bucket_replays=dict(sorted(in_buckets.items())),
+        live_rows=live_rows,
+        padded_rows=sum(rows * times for rows, times in in_buckets.items()) - live_rows,
         eager_runs=dict(sum((p.eager_runs for p in programs), Counter())),
         reasons=dict(sum((plan.reasons() for plan in plans), Counter())),
         unique_units=len({unit.key for plan in plans for step in plan.segments for unit in step.units}),

@@ -17,11 +17,12 @@ class UnsplitProgram:
 
     plan = None
     source = captured_on = ""
-    replays = captures = recaptures = specialized_units = forecast_bytes = measured_bytes = 0
+    replays = captures = recaptures = specialized_units = forecast_bytes = measured_bytes = live_rows = 0
 
     def __init__(self, run: Any, reason: str) -> None:
         self.eager_runs: Counter[str] = Counter()
         self.eager_units: Counter[str] = Counter()
+        self.bucket_replays: Counter[int] = Counter()
         self._run = run
         self._reason = reason
 
