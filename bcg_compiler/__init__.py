@@ -8,6 +8,7 @@ from bcg_compiler.aot import aot_compile
 from bcg_compiler.breaks import call_with_break, eager_break
 from bcg_compiler.buckets import Batch, Ladder, Limits
 from bcg_compiler.context import current_context, forward_context
+from bcg_compiler.debug.prometheus import prometheus
 from bcg_compiler.debug.timeline import trace
 from bcg_compiler.errors import BcgError, LadderError
 from bcg_compiler.options import Options
@@ -36,6 +37,7 @@ __all__ = [
     "eager_break",
     "forward_context",
     "programs_of",
+    "prometheus",
     "reset",
     "stats",
     "trace",

@@ -31,18 +31,22 @@ from bcg_compiler.debug.ladder_plot import check_plot, plot
 from bcg_compiler.debug.ladders import FORMS, Recipe, ladder_view, measure, read_ladder
 from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
 from bcg_compiler.debug.padded import unpadded_view
+from bcg_compiler.debug.prometheus import prometheus
 from bcg_compiler.debug.rank_doctor import examine_ranks, plan_of, ranks_health_view
 from bcg_compiler.debug.rank_run import compare_over_ranks
 from bcg_compiler.debug.rank_view import ranks_view
 from bcg_compiler.debug.run import compare_with_eager
+from bcg_compiler.debug.self_test import self_test, self_test_view
 from bcg_compiler.debug.served import ServedModel
 from bcg_compiler.debug.simulate import Fleet, simulate, simulation_view
 from bcg_compiler.debug.simulate_plot import plot as plot_fleet
 from bcg_compiler.debug.tokens import tokens_of
+from bcg_compiler.debug.trace_view import eager_runs, stats_view, trace_view
+from bcg_compiler.debug.watched import watch_model
 from bcg_compiler.distributed.launch import Launch
 from bcg_compiler.distributed.ranks import Ranks
 from bcg_compiler.distributed.rules import Parallel
-from bcg_compiler.errors import BcgError, nearest
+from bcg_compiler.errors import BcgError, TraceError, nearest
 from bcg_compiler.models import serving, zoo
 from bcg_compiler.options import Options
 
@@ -185,17 +189,10 @@ def run(
                 f"A launcher has started {started.ranks} processes, and none of --dp, --pp, --cp and --ep says what "
                 "each of them is to do."
             )
-        where = _device(device)
-        _look_here(model)
-        with building(model):
-            built = zoo.build(
-                model, layers=layers, device=where, dtype=getattr(torch, dtype), seed=seed, config=_pairs(config)
-            )
-        if ladder is not None:
-            options["ladder"] = read_ladder(ladder, tokens_of(built.make_inputs, prompts))
+        built, options = _built(model, device, dtype, layers, seed, config, option, ladder, assume, prompts)
         out = screen.console()
         header = screen.header(
-            model=f"{built.label}, {dtype} on {where}",
+            model=f"{built.label}, {dtype} on {_device(device)}",
             compiled=f'torch.compile(model, backend="bcg"{f", options={options}" if options else ""}), called under '
             "torch.inference_mode()",
             prompts=f"{source}: {min(prompts)} to {max(prompts)} tokens, {len(set(prompts))} different lengths, random "
@@ -299,7 +296,7 @@ def ladder(
             out.print(Text(f"\nwrote {picture}"))
 
 
-@app.command(short_help="Print what is installed, and what is slower or off because of it.")
+@app.command(short_help="Print what is installed, and what is slower or off because of it; try it.")
 def doctor(
     model: Annotated[
         str | None,
@@ -312,7 +309,8 @@ def doctor(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
 ) -> None:
-    """Print versions, devices, libraries, the kernels that serving models use here, and what is slower or off.
+    """Print versions, devices, libraries, the kernels that serving models use here, and what is slower or off; compile,
+    capture and replay a tiny program, and exit with 1 if that fails.
 
     With --layout also which rules speak against replay on ranks that are laid out like that; of MODEL it is known what
     it declares. With --ranks also whether all ranks come and have the same environment, and of MODEL the same plans:
@@ -322,13 +320,17 @@ def doctor(
         fields = None if model is None else _fields(model)
         parallel = _layout(fields, layout)
         launch = _launch(max(2, parallel.dp * parallel.pp * parallel.cp)) if ranks else None
-        health = examine()
+        health, failed = examine(), False
         out = screen.console()
         out.quiet = launch is not None and launch.rank != 0
         out.print(health_view(health), "")
+        if model is None and not layout and launch is None:
+            checks = self_test(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            out.print(self_test_view(checks), "")
+            failed = any(check.state == "failed" for check in checks)
         out.print(layout_view(parallel))
         if launch is None:
-            return
+            raise typer.Exit(1 if failed else 0)
         where = _device(device, launch)
         with launch.group(where, DOCTOR_TIMEOUT):
             joined = Ranks.join(parallel) if model or layout else None
@@ -401,9 +403,101 @@ def simulate_fleet(
             out.print(Text(f"\nwrote {picture}"))
 
 
+@app.command(name="trace", short_help="Time each step of a replay of MODEL, and write a timeline for Perfetto.")
+def trace_model(
+    model: Model,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the timeline, for https://ui.perfetto.dev.")
+    ] = None,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    length: Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")] = 128,
+    calls: Annotated[int, typer.Option(min=1, help="How many calls to trace, after those that capture.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the prompts.")] = 0,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Open NVTX ranges, for Nsight Systems.")] = False,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+) -> None:
+    """Time each step of a replay of MODEL: segments, breaks, fills of slots, copies back, and what is spent between."""
+    with _quiet(), _errors_in_words():
+        built, options = _built(model, device, dtype, layers, seed, config, option, ladder, assume, [length])
+        found = watch_model(built, [length] * calls, options=options, seed=seed, warm=True, nvtx=nvtx)
+        if not found.timeline.replays:
+            raise TraceError("\n".join(["Nothing replays.", *eager_runs(found)]))
+        out = screen.console()
+        prompt = f"{length} tokens, {words.count(calls, 'call')} traced"
+        out.print(screen.header(model=f"{built.label}, {dtype} on {device}", prompt=prompt), "")
+        out.print(trace_view(found))
+        if out_file is not None:
+            found.timeline.save(out_file)
+            out.print(Text(f"\nwrote {out_file}"))
+
+
+@app.command(
+    name="stats", short_help="Run MODEL over prompts, and count what replays, what not, and how long steps take."
+)
+def stats_of_model(
+    model: Model,
+    lengths: LengthsFile = None,
+    calls: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"How many of the lengths to run. Default: all of FILE, or {DEFAULT_CALLS} bundled."),
+    ] = None,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the prompts.")] = 0,
+    as_prometheus: Annotated[bool, typer.Option("--prometheus", help="Print the page of a server's endpoint.")] = False,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+) -> None:
+    """Run MODEL over prompts, without eager: replays, runs without replay by reason, padding, and the time of steps."""
+    with _quiet(), _errors_in_words():
+        prompts, source = _prompts(lengths, calls)
+        built, options = _built(model, device, dtype, layers, seed, config, option, ladder, assume, prompts)
+        with _progress() as show:
+            found = watch_model(built, prompts, options=options, seed=seed, progress=show)
+        if as_prometheus:
+            print(prometheus({model: found.compiled}), end="")
+            return
+        out = screen.console()
+        told = f"{source}: {min(prompts)} to {max(prompts)} tokens"
+        out.print(screen.header(model=f"{built.label}, {dtype} on {device}", prompts=told), "")
+        out.print(stats_view(found))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def _built(
+    model: str,
+    device: str,
+    dtype: Dtype,
+    layers: int | None,
+    seed: int,
+    config: list[str] | None,
+    option: list[str] | None,
+    ladder: str | None,
+    assume: bool,
+    prompts: list[int],
+) -> tuple[zoo.ZooModel, dict[str, Any]]:
+    """A model as it is asked for, and the options to compile it with."""
+    options, where = _options(option, ladder, assume), _device(device)
+    _look_here(model)
+    with building(model):
+        built = zoo.build(
+            model, layers=layers, device=where, dtype=getattr(torch, dtype), seed=seed, config=_pairs(config)
+        )
+    if ladder is not None:
+        options["ladder"] = read_ladder(ladder, tokens_of(built.make_inputs, prompts))
+    return built, options
 
 
 def _fields(model: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import site
 import sysconfig
 from collections.abc import Sequence
 
+from rich.console import RenderableType
 from rich.padding import Padding
-from rich.text import Text
 
 #: How many are listed: lines of code for one sentence, inputs of one graph.
 MOST_LINES = 6
@@ -41,8 +41,8 @@ def some(names: list[str], most: int) -> list[str]:
     return names if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
 
 
-def indented(columns: int, text: Text) -> Padding:
-    """Text that is moved to the right by so many columns."""
+def indented(columns: int, text: RenderableType) -> Padding:
+    """Text, or a table, that is moved to the right by so many columns."""
     return Padding(text, (0, 0, 0, columns), expand=False)
 
 

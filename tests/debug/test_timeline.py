@@ -80,7 +80,7 @@ def test_parts_of_a_replay_in_their_order() -> None:
     ]
     ends = [step.start_us + step.host_us for step in replay.steps]
     assert all(end <= then.start_us for end, then in zip(ends, replay.steps[1:], strict=False))
-    assert 0 <= replay.steps[0].start_us and ends[-1] <= replay.host_us
+    assert replay.steps[0].start_us >= 0 and ends[-1] <= replay.host_us
     assert all(step.device_us is None for step in replay.steps)
 
 
