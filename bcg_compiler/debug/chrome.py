@@ -71,8 +71,8 @@ def _on_device(replays: Sequence[Replay], track: int) -> Iterator[dict[str, Any]
     """The parts as the device ran them; where it had nothing to do, a gap."""
     last: float | None = None
     for replay in sorted(replays, key=lambda found: found.device_start_us or 0.0):
-        at = replay.device_start_us
-        assert at is not None
+        assert replay.device_start_us is not None
+        at = max(replay.device_start_us, last or 0.0)  # each is rounded by itself
         if last is not None and at - last >= LEAST_GAP:
             yield _slice("gap", "gap", track, last, at - last)
         waits = {position: (start, end) for position, start, end in replay.waits() if end - start >= LEAST_GAP}

@@ -53,7 +53,8 @@ class Clock:
 class Taken:
     """What was taken down of one replay: the host's time before and after each mark, and an event between them.
 
-    Mark number ``i`` ends part ``i - 1`` and begins part ``i``; the first pair is the beginning of the replay itself.
+    Mark number ``i`` ends part ``i - 1`` and begins part ``i``. One more event comes after the last part, unless that
+    raised.
     """
 
     thread: int
@@ -98,10 +99,13 @@ class Probe:
 
         def run(*args: Any) -> Any:
             self._begin()
+            raised = True
             try:
-                return replay(*args)
+                result = replay(*args)
+                raised = False
+                return result
             finally:
-                self._end()
+                self._end(raised)
                 keep(self, self._taken)
 
         return run
@@ -110,9 +114,7 @@ class Probe:
         """The next part begins."""
         before = self._clock.now()
         if self._device is not None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._stream)
-            self._taken.events.append(event)
+            self._record()
         if self._nvtx:
             if self._taken.marks:
                 torch.cuda.nvtx.range_pop()
@@ -127,12 +129,15 @@ class Probe:
             self._stream = torch.cuda.current_stream(self._device)
         self._taken = Taken(threading.get_ident(), self._clock.now(), [], [])
 
-    def _end(self) -> None:
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        self._taken.events.append(event)
+
+    def _end(self, raised: bool) -> None:
         self._taken.ended = self._clock.now()
-        if self._device is not None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self._stream)
-            self._taken.events.append(event)
+        if self._device is not None and not raised:  # of a device that has failed no event is to be had
+            self._record()
         if self._nvtx:
             for _ in range(2 if self._taken.marks else 1):
                 torch.cuda.nvtx.range_pop()
@@ -140,14 +145,14 @@ class Probe:
     def read(self, taken: Taken) -> Replay:
         """What a replay took. The device must be done with it."""
         ends = [*(before for before, _ in taken.marks[1:]), taken.ended]
+        # All from the first one, so that what each is rounded by does not add up.
+        passed = [taken.events[0].elapsed_time(event) * 1000 for event in taken.events]
         steps = []
         for i, ((_, start), end) in enumerate(zip(taken.marks, ends, strict=True)):
-            device_us = None
-            if self._device is not None:
-                device_us = max(0.0, taken.events[i].elapsed_time(taken.events[i + 1]) * 1000)
+            device_us = max(0.0, passed[i + 1] - passed[i]) if i + 1 < len(passed) else None
             part = self._parts[i]
             steps.append(StepTime(part.step, part.kind, self._names[i], start - taken.began, end - start, device_us))
-        first = None if self._device is None else self._clock.of_device(self._device, taken.events[0])
+        first = self._clock.of_device(self._device, taken.events[0]) if self._device and taken.events else None
         return Replay(
             graph=self._graph,
             plan=self._plan,

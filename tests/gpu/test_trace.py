@@ -1,6 +1,7 @@
 """Timelines of CUDA graphs: times of the device, in order, on one clock with the host's."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_the_device_has_a_track_whose_slices_do_not_overlap() -> None:
     device = next(name for name in tracks if name.startswith("device cuda"))
     slices = sorted((e for e in events if e["ph"] == "X" and e["tid"] == tracks[device]), key=lambda e: e["ts"])
     assert sum(e["cat"] == "segment" for e in slices) == 6
-    for one, other in zip(slices, slices[1:], strict=False):
+    for one, other in pairwise(slices):
         assert one["ts"] + one["dur"] <= other["ts"] + 0.01, (one, other)
 
 
