@@ -48,6 +48,7 @@ PAGES = (
     "serving-models",
     "paged-transformers",
     "ranks",
+    "trace",
 )
 PASSES = [f"passes/{page.stem}" for page in sorted((ROOT / "docs/passes").glob("*.md"))]
 

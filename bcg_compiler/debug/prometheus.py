@@ -25,7 +25,7 @@ _METRICS: tuple[tuple[str, str, str, str, Callable[[Stats], Any]], ...] = (
     ("bcg_eager_runs_total", "counter", "Runs without replay.", "reason", lambda s: s.eager_runs),
 )
 
-#: The same of what Dynamo counts for the whole process.
+#: The same of what Dynamo counts, which is for the whole process in the numbers of each model.
 _OF_PROCESS: tuple[tuple[str, str, str, Callable[[Stats], int]], ...] = (
     (
         "bcg_dynamo_graph_breaks_total",
@@ -50,14 +50,15 @@ def prometheus(models: Mapping[str, Callable[..., Any]] | None = None) -> str:
 
     Raises ``TypeError`` for a model that is not compiled.
     """
-    process = stats()
-    by_labels = {"": process}
-    if models is not None:
+    if models is None:
+        by_labels = {"": stats()}
+    else:
         by_labels = {f'model="{name.translate(_ESCAPES)}"': stats(model) for name, model in models.items()}
     lines: list[str] = []
     for name, kind, text, label, of in _METRICS:
         samples = [line for labels, found in by_labels.items() for line in _samples(name, labels, label, of(found))]
         lines += _family(name, kind, text, samples)
+    process = next(iter(by_labels.values()), None) or stats()
     for name, kind, text, count in _OF_PROCESS:
         lines += _family(name, kind, text, [f"{name} {count(process)}"])
     return "\n".join([*lines, ""])

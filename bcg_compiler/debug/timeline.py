@@ -71,15 +71,19 @@ class Timeline:
             self.spans.append(Span(name, kind, threading.get_ident(), began, self.clock.now() - began))
 
     def steps(self, graph: int = 1, rows: int | None = None) -> tuple[StepTime, ...]:
-        """Medians over the replays of one graph, numbered from 1: in the bucket of ``rows``, or of all that was
-        captured what replayed the most. The first replay is left out if there are others: it takes longer.
+        """Medians over the replays of one graph, numbered from 1, that ``alike`` gives."""
+        return medians(self.alike(graph, rows))
+
+    def alike(self, graph: int = 1, rows: int | None = None) -> list[Replay]:
+        """The replays of one capture of a graph: in the bucket of ``rows``, or of what replayed the most. The first one
+        is left out if there are others: it takes longer.
         """
         found: dict[int, list[Replay]] = {}
         for replay in self.replays:
             if replay.graph == graph and rows in (None, replay.rows):
                 found.setdefault(replay.capture, []).append(replay)
         most = max(found.values(), key=len, default=[])
-        return medians(most[1:] or most)
+        return most[1:] or most
 
     def json(self) -> str:
         """All of it in Chrome's trace format."""

@@ -1,19 +1,21 @@
 """Timelines and counts for a terminal."""
 
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.debug.reasons import meaning_of_eager_run
-from bcg_compiler.debug.steps import Replay, StepTime
+from bcg_compiler.debug.steps import Replay, StepTime, medians
 from bcg_compiler.debug.timeline import Timeline
 from bcg_compiler.debug.watched import Watched
-from bcg_compiler.debug.words import count, indented
+from bcg_compiler.debug.words import common_text, count, indented
+from bcg_compiler.plan import Plan
 
-#: Parts of a replay that are listed: the slowest ones.
+#: Lines for the parts of a replay, alike ones on one line: those that take the most.
 MOST_ROWS = 20
 
 KINDS = {"segment": "segments", "break": "breaks", "fill": "fills", "copy_back": "copies back"}
@@ -25,7 +27,7 @@ EMULATED = (
 
 
 def trace_view(watched: Watched) -> Group:
-    """The parts of a replay, slowest first, and what calls spend outside of replays."""
+    """The parts of a replay, those that take the most first, and what calls spend outside of replays."""
     timeline = watched.timeline
     parts: list[RenderableType] = []
     for graph in sorted({replay.graph for replay in timeline.replays}):
@@ -54,36 +56,59 @@ def stats_view(watched: Watched) -> Group:
 
 
 def _graph(timeline: Timeline, graph: int) -> Iterator[RenderableType]:
-    """One graph: its parts in a table, the slowest first, and their sums."""
+    """One graph: its parts in a table, and their sums."""
     replays = [replay for replay in timeline.replays if replay.graph == graph]
-    steps = timeline.steps(graph)
+    shown = timeline.alike(graph)
+    steps = medians(shown)
     rows = {replay.rows for replay in replays} - {None}
     where = f" in {count(len(rows), 'bucket')}; that with the most" if len(rows) > 1 else ""
     title = Text(f"Graph {graph}: ", style="bold")
-    title.append(f"{count(len(replays), 'replay')}{where}. Medians in µs, slowest first:", style="not bold")
+    title.append(f"{count(len(replays), 'replay')}{where}. Medians in µs, the largest share first:", style="not bold")
     yield title
     on_device = steps[0].device_us is not None
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("step", no_wrap=True)
     table.add_column("kind", no_wrap=True)
-    for name in ("host", *(["device"] if on_device else []), "share"):
+    for name in ("times", "host", *(["device"] if on_device else []), "slowest", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what", overflow="fold")
     total = sum(step.us for step in steps)
-    slowest = sorted(steps, key=lambda step: -step.us)
-    for step in slowest[:MOST_ROWS]:
-        device = [f"{step.device_us:,.1f}"] if step.device_us is not None else []
-        style = "yellow" if step.kind == "break" else ""
-        share = f"{step.us / total:.1%}"
-        table.add_row(str(step.index), step.kind, f"{step.host_us:,.1f}", *device, share, step.name, style=style)
+    groups = sorted(_alike(steps, shown[0].plan), key=lambda group: -sum(step.us for step in group))
+    for group in groups[:MOST_ROWS]:
+        table.add_row(*_row(group, total), style="yellow" if group[0].kind == "break" else "")
     yield indented(2, table)
-    if rest := slowest[MOST_ROWS:]:
-        yield indented(
-            2, Text(f"and {count(len(rest), 'part')} more, {sum(s.us for s in rest) / total:.1%}", style="dim")
-        )
+    if rest := [step for group in groups[MOST_ROWS:] for step in group]:
+        share = f"{sum(step.us for step in rest) / total:.1%}"
+        yield indented(2, Text(f"and {count(len(rest), 'part')} more, {share}", style="dim"))
     yield indented(2, Text(_shares(steps, "device" if on_device else "host")))
     if on_device:
-        yield indented(2, Text(_waiting(replays)))
+        yield indented(2, Text(_waiting(shown)))
+
+
+def _alike(steps: Sequence[StepTime], plan: Plan) -> list[list[StepTime]]:
+    """Parts that do the same in different layers, together."""
+    found: dict[Hashable, list[StepTime]] = {}
+    for step in steps:
+        unit = plan.steps[step.index].unit if step.kind == "segment" else ""
+        found.setdefault((step.kind, unit, re.sub(r"\d+", "0", step.name)), []).append(step)
+    return list(found.values())
+
+
+def _row(group: Sequence[StepTime], total: float) -> list[str]:
+    """Medians of a group, which of it is slowest, and what part of the whole it takes."""
+    slowest = max(group, key=lambda step: step.us)
+    host = statistics.median(step.host_us for step in group)
+    device = [step.device_us for step in group if step.device_us is not None]
+    return [
+        f"{group[0].index}{' …' if len(group) > 1 else ''}",
+        group[0].kind,
+        f"{len(group)}",
+        f"{host:,.1f}",
+        *([f"{statistics.median(device):,.1f}"] if device else []),
+        f"{slowest.us:,.1f} in {slowest.index}" if len(group) > 1 else "",
+        f"{sum(step.us for step in group) / total:.1%}",
+        common_text([step.name for step in group]),
+    ]
 
 
 def _shares(steps: Sequence[StepTime], clock: str) -> str:
@@ -128,15 +153,17 @@ def eager_runs(watched: Watched) -> Iterator[str]:
 
 def _buckets(timeline: Timeline) -> Table:
     """Replays by bucket."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("graph", "bucket", "replays", "host µs", "device µs"):
-        table.add_column(name, justify="right", no_wrap=True)
     found: dict[tuple[int, int], list[Replay]] = {}
     for replay in timeline.replays:
         if replay.rows is not None:
             found.setdefault((replay.graph, replay.rows), []).append(replay)
+    on_device = any(replay.device_start_us is not None for replay in timeline.replays)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("graph", "bucket", "replays", "host µs", *(["device µs"] if on_device else [])):
+        table.add_column(name, justify="right", no_wrap=True)
     for (graph, rows), replays in sorted(found.items()):
-        device = [sum(step.device_us or 0.0 for step in replay.steps) for replay in replays]
-        numbers = [statistics.median(replay.host_us for replay in replays), statistics.median(device)]
-        table.add_row(str(graph), str(rows), str(len(replays)), *(f"{n:,.1f}" if n else "—" for n in numbers))
+        medians_us = [statistics.median(replay.host_us for replay in replays)]
+        if on_device:
+            medians_us.append(statistics.median(sum(s.device_us or 0.0 for s in replay.steps) for replay in replays))
+        table.add_row(str(graph), str(rows), str(len(replays)), *(f"{us:,.1f}" for us in medians_us))
     return table

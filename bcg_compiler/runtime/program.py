@@ -110,6 +110,7 @@ class Program:
         self._warm: dict[Any, dict[int, Any]] = {}
         self._arena = Arena()
         self._captured: list[Mapping[str, int]] = []  # open sizes, in the order of captures
+        self._forecast: tuple[Plan | None, list[Mapping[str, int]], int] = None, [], 0  # for what, and how many bytes
         self._others: tuple[int, ...] = ()  # open sizes of the last call, but for the rows
         self._grad = False  # whether calls are made under grad mode
         self._autocast = autocast_now()
@@ -552,11 +553,19 @@ class Program:
 
     @property
     def forecast_bytes(self) -> int:
-        """What the captures so far were forecast to hold, in bytes; 0 where a size of theirs cannot be told."""
-        try:
-            return forecast_ladder(self.plan, self._captured).captures
-        except KeyError:
-            return 0
+        """What the captures so far were forecast to hold, in bytes; 0 where a size of theirs cannot be told.
+
+        It takes 15 ms for each capture of a deep model, and servers ask again and again: it is computed anew only where
+        something was captured.
+        """
+        plan, captured, known = self._forecast
+        if plan is not self.plan or captured != self._captured:
+            try:
+                known = forecast_ladder(self.plan, self._captured).captures
+            except KeyError:
+                known = 0
+            self._forecast = self.plan, list(self._captured), known
+        return known
 
     @property
     def planned(self) -> list[Bucket]:

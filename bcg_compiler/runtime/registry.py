@@ -84,9 +84,10 @@ def programs_of(compiled: Callable[..., Any] | None = None) -> list[AnyProgram]:
 
 def stats(compiled: Callable[..., Any] | None = None) -> Stats:
     """Count what ``compiled``, the result of ``torch.compile``, has been compiled to and how it ran."""
+    # Counters are copied, which is one step of the interpreter: other threads may run the model meanwhile.
     programs = programs_of(compiled)
     plans = [p.plan for p in programs if p.plan is not None]
-    in_buckets: Counter[int] = sum((p.bucket_replays for p in programs), Counter())
+    in_buckets: Counter[int] = sum((Counter(p.bucket_replays) for p in programs), Counter())
     live_rows = sum(p.live_rows for p in programs)
     return Stats(
         graphs=len(programs),
@@ -98,7 +99,7 @@ def stats(compiled: Callable[..., Any] | None = None) -> Stats:
         bucket_replays=dict(sorted(in_buckets.items())),
         live_rows=live_rows,
         padded_rows=sum(rows * times for rows, times in in_buckets.items()) - live_rows,
-        eager_runs=dict(sum((p.eager_runs for p in programs), Counter())),
+        eager_runs=dict(sum((Counter(p.eager_runs) for p in programs), Counter())),
         reasons=dict(sum((plan.reasons() for plan in plans), Counter())),
         unique_units=len({unit.key for plan in plans for step in plan.segments for unit in step.units}),
         specialized_units=sum(p.specialized_units for p in programs),

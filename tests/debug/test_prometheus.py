@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import bcg_compiler as bcg
+from bcg_compiler.plan.memory import forecast_ladder as forecast
+from bcg_compiler.runtime import program
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -97,3 +99,22 @@ def test_a_process_without_programs_has_a_page() -> None:
 def test_what_is_not_compiled_is_refused() -> None:
     with pytest.raises(TypeError, match="not a compiled"):
         bcg.prometheus({"model": torch.ones(3)})  # type: ignore[dict-item]
+
+
+def test_a_forecast_is_made_once_for_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a deep model with many buckets it takes a second, in which a server serves nothing."""
+    compiled = run(padded, (3, 3), ladder=[4, 8])
+    made: list[int] = []
+
+    def seen(plan: Any, rungs: Any) -> Any:
+        made.append(len(rungs))
+        return forecast(plan, rungs)
+
+    monkeypatch.setattr(program, "forecast_ladder", seen)
+    first = bcg.stats(compiled).forecast_bytes
+    bcg.prometheus({"model": compiled})
+    assert made == [1]
+    x = torch.ones(7, 2)
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled(x)
+    assert bcg.stats(compiled).forecast_bytes > first and made == [1, 2]

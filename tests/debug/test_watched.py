@@ -27,11 +27,11 @@ def bcg(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, " ".join(result.stdout.split()), " ".join(result.stderr.split())
 
 
-def test_trace_prints_the_slowest_first_and_writes_a_timeline(tmp_path: Path) -> None:
+def test_trace_prints_shares_and_writes_a_timeline(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     code, out, _ = bcg("trace", "deepseek_v3", "--layers", "2", "--length", "16", "--calls", "3", "--out", str(file))
     assert code == 0
-    assert "Graph 1: 3 replays. Medians in µs, slowest first: step kind host share what" in out
+    assert "Graph 1: 3 replays. Medians in µs, the largest share first: step kind times host slowest share what" in out
     assert "break" in out and "breaks" in out and "of the host." in out and "The device is emulated" in out
     assert "A call that only replays takes the host" in out and f"wrote {file}" in "".join(out)
     events = json.loads(file.read_text())["traceEvents"]
@@ -70,7 +70,8 @@ def test_what_a_device_waits_for_is_found_from_both_clocks() -> None:
         step(1, "segment", 30, 5, 50),  # launched at 135, and the device is busy until 142
         step(2, "break", 35, 100, 100),
     )
-    replay = Replay(1, None, None, 0, 7, 100.0, 135.0, 100.0, steps)  # type: ignore[arg-type]
+    plan: Any = type("Plan", (), {"steps": [type("Step", (), {"unit": unit}) for unit in ("one", "other", "")]})
+    replay = Replay(1, plan, None, 0, 7, 100.0, 135.0, 100.0, steps)
     assert replay.waits() == [(1, 112.0, 130.0)]
     timeline = Timeline(list, nvtx=False)
     timeline.replays = [replay]
@@ -79,6 +80,19 @@ def test_what_a_device_waits_for_is_found_from_both_clocks() -> None:
     with console.capture() as captured:
         console.print(trace_view(Watched(timeline, "cuda", print, stats)))
     out = " ".join(captured.get().split())
-    assert "step kind host device share what 2 break 100.0 100.0 52.1% break 2" in out
+    assert "step kind times host device slowest share what 2 break 1 100.0 100.0 52.1% break 2" in out
     assert "segments 41.7%, breaks 52.1%, fills 6.2% of 192.0 µs of the device." in out
     assert "The device waits for the host to launch segments: 18.0 µs a replay." in out
+
+
+def test_parts_that_do_the_same_in_several_layers_are_one_line() -> None:
+    steps = [StepTime(i, "break", f"attention in layers.{i}", 0, 10.0 + i, None) for i in range(3)]
+    steps += [StepTime(3, "segment", "head", 0, 67.0, None)]
+    plan: Any = type("Plan", (), {"steps": [type("Step", (), {"unit": ""})] * 4})
+    timeline = Timeline(list, nvtx=False)
+    timeline.replays = [Replay(1, plan, None, 0, 7, 0.0, 100.0, None, tuple(steps))]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(trace_view(Watched(timeline, "cuda", print, type("Stats", (), {"eager_runs": {}}))))  # type: ignore[arg-type]
+    out = " ".join(captured.get().split())
+    assert "3 segment 1 67.0 67.0% head 0 … break 3 11.0 12.0 in 2 33.0% attention in layers.{0…2}" in out
