@@ -258,7 +258,9 @@ def test_the_file_is_chrome_s_format_and_slices_lie_within_their_replay() -> Non
     assert seen.startswith("eager_break: ")
 
     def within(inner: Any, outer: Any) -> bool:
-        return outer["ts"] <= inner["ts"] + 0.002 and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.002  # rounded
+        rounded = 0.002
+        ends = [event["ts"] + event["dur"] for event in (inner, outer)]
+        return outer["ts"] <= inner["ts"] + rounded and ends[0] <= ends[1] + rounded
 
     outer = {kind: [e for e in slices if e["cat"] == kind] for kind in ("call", "replay")}
     assert all(any(within(r, c) for c in outer["call"]) for r in outer["replay"])
