@@ -71,16 +71,13 @@ class _Block:
     before: "_Block | None" = None
     after: "_Block | None" = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """By what the best fit is found: the smallest block, and of equal ones that of the lowest address."""
-        return self.size, self.address
-
 
 class _Pool:
     def __init__(self) -> None:
         self.reserved = self.peak = self._in_use = 0
-        self._free_blocks: dict[bool, list[_Block]] = {True: [], False: []}
+        # Sorted by what the best fit is found by: the smallest block, and of equal ones that of the lowest address. No
+        # two blocks have one address. As tuples, as no function is called to compare them: millions are for a ladder.
+        self._free_blocks: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> _Block | None:
         if size == 0:
@@ -88,8 +85,8 @@ class _Pool:
         size = rounded(size, MIN_BLOCK)
         small = size <= SMALL_SIZE
         found = self._free_blocks[small]
-        position = bisect_left(found, (size, -1), key=lambda block: block.key)
-        block = found.pop(position) if position < len(found) else self._segment(size, small)
+        position = bisect_left(found, (size, -1))
+        block = found.pop(position)[2] if position < len(found) else self._segment(size, small)
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL_SIZE:
             self._split(block, size)
@@ -105,7 +102,8 @@ class _Pool:
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
-                self._free_blocks[block.small].remove(neighbour)
+                found = self._free_blocks[block.small]
+                del found[bisect_left(found, (neighbour.size, neighbour.address))]
                 block = _merged(*sorted((block, neighbour), key=lambda piece: piece.address))
         self._add(block)
 
@@ -128,7 +126,7 @@ class _Pool:
         self._add(rest)
 
     def _add(self, block: _Block) -> None:
-        insort(self._free_blocks[block.small], block, key=lambda piece: piece.key)
+        insort(self._free_blocks[block.small], (block.size, block.address, block))
 
 
 def _merged(left: _Block, right: _Block) -> _Block:

@@ -64,10 +64,20 @@ def forecast_ladder(plan: Plan, buckets: Sequence[Symbols]) -> Forecast:
     They share one pool, and what one of them allocated is free before the next is captured. They share the memory of
     slots and bridges, too, which is that of the largest. Raises ``KeyError`` as ``forecast`` does.
     """
+    return _forecast(plan, buckets, tuple(_segment_sizes(plan)))
+
+
+def forecast_each(plan: Plan, buckets: Iterable[Symbols]) -> list[Forecast]:
+    """What a capture of ``plan`` takes by itself, for each of ``buckets``. Raises ``KeyError`` as ``forecast`` does."""
+    sizes = tuple(_segment_sizes(plan))
+    return [_forecast(plan, [symbols], sizes) for symbols in buckets]
+
+
+def _forecast(plan: Plan, buckets: Sequence[Symbols], sizes: Sequence["_Size"]) -> Forecast:
     return Forecast(
         slots=max((slot_bytes(plan, symbols) for symbols in buckets), default=0),
         bridges=max((bridge_bytes(plan, symbols) for symbols in buckets), default=0),
-        segments=simulate(event for symbols in buckets for event in segment_events(plan, symbols)).reserved,
+        segments=simulate(event for symbols in buckets for event in _events(sizes, symbols)).reserved,
         reserves=sum(reserve.bytes for reserve in plan.reserves),
     )
 
@@ -145,24 +155,48 @@ def assign(intervals: Iterable[Interval]) -> tuple[dict[int, int], int]:
     return offsets, total
 
 
+class _Size(NamedTuple):
+    """An ``Event`` whose bytes are an expression yet. In which order storages come and go, no size decides."""
+
+    storage: int
+    bytes: str | None = None
+
+
 def segment_events(plan: Plan, symbols: Symbols) -> Iterator[Event]:
     """What capturing the segments of ``plan`` in order allocates and frees; in the end all is free."""
+    return _events(_segment_sizes(plan), symbols)
+
+
+def step_events(step: Step, symbols: Symbols) -> Iterator[Event]:
+    """What running ``step`` allocates and frees; its allocations are named by numbers from 0 on."""
+    return _events(_step_sizes(step), symbols)
+
+
+def _events(sizes: Iterable[_Size], symbols: Symbols) -> Iterator[Event]:
+    """Numbers for expressions. Layers are alike, so there are few different ones."""
+    known: dict[str | None, int | None] = {None: None}
+    for storage, size in sizes:
+        if size not in known:
+            known[size] = evaluate(str(size), symbols)
+        yield Event(storage, known[size])
+
+
+def _segment_sizes(plan: Plan) -> Iterator[_Size]:
     held: list[tuple[int, Allocation]] = []
     count = 0
     for step in plan.steps:
         if step.kind == "segment":
-            yield from step_events(step, symbols, count)
+            yield from _step_sizes(step, count)
             held += [(count + i, a) for i, a in enumerate(step.allocations) if a.dies is None]
             count += len(step.allocations)
         for storage, _ in [pair for pair in held if pair[1].freed == step.index]:
-            yield Event(storage)
+            yield _Size(storage)
         held = [pair for pair in held if pair[1].freed != step.index]
     for storage, _ in held:
-        yield Event(storage)
+        yield _Size(storage)
 
 
-def step_events(step: Step, symbols: Symbols, first: int = 0) -> Iterator[Event]:
-    """What running ``step`` allocates and frees; its allocations are named by numbers from ``first`` on."""
+def _step_sizes(step: Step, first: int = 0) -> Iterator[_Size]:
     born: dict[int, list[tuple[int, Allocation]]] = {}
     dying: dict[int, list[int]] = {}
     for storage, allocation in enumerate(step.allocations, first):
@@ -172,8 +206,8 @@ def step_events(step: Step, symbols: Symbols, first: int = 0) -> Iterator[Event]
     for position in range(len(step.nodes)):
         inside: dict[int, list[int]] = {}  # by the storage of the same node after which they are freed
         for storage, allocation in born.get(position, ()):
-            yield Event(storage, evaluate(allocation.bytes, symbols))
+            yield _Size(storage, allocation.bytes)
             if allocation.lasts is not None:
                 inside.setdefault(storage + allocation.lasts, []).append(storage)
-            yield from map(Event, inside.get(storage, ()))
-        yield from map(Event, dying.get(position, ()))
+            yield from map(_Size, inside.get(storage, ()))
+        yield from map(_Size, dying.get(position, ()))
