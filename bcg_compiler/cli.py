@@ -22,11 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from bcg_compiler.buckets import Ladder
-from bcg_compiler.debug import screen, words
+from bcg_compiler.debug import golden, screen, words
 from bcg_compiler.debug.bucket_times import FORM, read_times
+from bcg_compiler.debug.diff import diff_plans, diff_view, plans_of
 from bcg_compiler.debug.doctor import examine, health_view, kernels_line, layout_view
 from bcg_compiler.debug.errors import building, user_error
-from bcg_compiler.debug.explain import plan_model
+from bcg_compiler.debug.explain import Explanation, plan_model
 from bcg_compiler.debug.ladder_plot import check_plot, plot
 from bcg_compiler.debug.ladders import FORMS, Recipe, ladder_view, measure, read_ladder
 from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
@@ -35,6 +36,7 @@ from bcg_compiler.debug.prometheus import prometheus
 from bcg_compiler.debug.rank_doctor import examine_ranks, plan_of, ranks_health_view
 from bcg_compiler.debug.rank_run import compare_over_ranks
 from bcg_compiler.debug.rank_view import ranks_view
+from bcg_compiler.debug.report import Report, check_report, write_report
 from bcg_compiler.debug.run import compare_with_eager
 from bcg_compiler.debug.self_test import self_test, self_test_view
 from bcg_compiler.debug.served import ServedModel
@@ -69,6 +71,10 @@ DOCTOR_TIMEOUT = 60.0
 DEFAULT_CALLS = 12
 
 
+#: What ``bcg diff`` compares.
+PLANS = "a file that bcg explain --json wrote, the folder of a dump, or a model"
+
+
 class Dtype(enum.StrEnum):
     """The dtypes that a model can be built in."""
 
@@ -87,6 +93,7 @@ Model = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda with a number.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of the weights.")]
+Length = Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Number of layers, in place of the model's own.")]
 OptionPairs = Annotated[
     list[str] | None,
@@ -211,9 +218,13 @@ def explain(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     layers: Layers = None,
-    length: Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")] = 128,
+    length: Length = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans in full, as a JSON list.")] = False,
     as_text: Annotated[bool, typer.Option("--text", help="Print the stable text of the plans.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at: one HTML file.")
+    ] = None,
+    lengths: LengthsFile = None,
     ladder: LadderSpec = None,
     assume: Assume = False,
     option: OptionPairs = None,
@@ -224,26 +235,22 @@ def explain(
     with _quiet(), _errors_in_words():
         if as_json and as_text:
             raise typer.BadParameter("--json and --text exclude each other.")
-        options = _options(option, ladder, assume)
-        if ladder is not None:
-            options["ladder"] = read_ladder(ladder, sample_lengths())
-        where = _device(device)
-        _look_here(model)
-        found = plan_model(
-            model,
-            layers=layers,
-            length=length,
-            device=where,
-            dtype=getattr(torch, dtype),
-            config=_pairs(config),
-            options=options,
+        if html is not None:
+            check_report(html)
+        prompts = sample_lengths() if lengths is None else read_lengths(lengths)
+        found, where, options = _planned(
+            model, [length], device, dtype, layers, ladder, assume, option, config, prompts
         )
+        if html is not None:
+            about = dict(model=f"{dtype} on {where}", prompt=f"{length} tokens", torch=torch.__version__)
+            about |= {name: str(value) for name, value in options.items() if name != "ladder"}
+            write_report(Report.of(found, about, length, prompts), html)
         out = screen.console()
         if as_json or as_text:
             print(found.json() if as_json else found.text(), end="\n" if as_json else "")
             return
-        about = screen.header(model=f"{found.label}, {dtype} on {where}", prompt=f"{length} tokens", note=found.note)
-        out.print(about, "")
+        header = screen.header(model=f"{found.label}, {dtype} on {where}", prompt=f"{length} tokens", note=found.note)
+        out.print(header, "")
         out.print(screen.plans_view(found.plans))
         out.print(screen.breaks_view(found.plans))
         out.print(unpadded_view(found.plans))
@@ -251,6 +258,8 @@ def explain(
         if used := kernels_line(found.plans, where):
             out.print(screen.header(kernels=used))
         out.print(Text(screen.explanation_summary(found.plans), style="bold"))
+        if html is not None:
+            out.print(Text(f"wrote {html}"))
         if layout:
             out.print("", layout_view(_layout(_fields(model) if ":" not in model else None, layout)))
 
@@ -412,7 +421,7 @@ def trace_model(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     layers: Layers = None,
-    length: Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")] = 128,
+    length: Length = 128,
     calls: Annotated[int, typer.Option(min=1, help="How many calls to trace, after those that capture.")] = 10,
     seed: Annotated[int, typer.Option(help="Of random weights and of the prompts.")] = 0,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="Open NVTX ranges, for Nsight Systems.")] = False,
@@ -471,6 +480,86 @@ def stats_of_model(
         out.print(stats_view(found))
 
 
+@app.command(short_help="Print what two plans differ in.")
+def diff(
+    before: Annotated[str, typer.Argument(metavar="A", help=f"Before: {PLANS}.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="After: the same.")],
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    length: Length = 128,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+) -> None:
+    """Print what changed from A to B: segments, breaks and which reason at which line, units, buckets, bytes. The
+    options are for models.
+
+    Exits with 1 if anything differs, and with 2 if what was asked for is not possible.
+    """
+    with _quiet(), _errors_in_words():
+        given = (device, dtype, layers, ladder, assume, option, config, sample_lengths())
+        both = [plans_of(name, lambda model: _planned(model, [length], *given)[0].plans) for name in (before, after)]
+        found = diff_plans(*both)
+        out = screen.console()
+        out.print(screen.header(before=before, after=after), "")
+        out.print(diff_view(found))
+    raise typer.Exit(0 if all(graph.equal for graph in found) else 1)
+
+
+@app.command(short_help="Fail if MODEL compiles to more than it once did.")
+def check(
+    model: Model,
+    file: Annotated[
+        Path, typer.Option("--golden", metavar="FILE", help="What it is compared with: a small JSON file.")
+    ],
+    update: Annotated[bool, typer.Option("--update", help="Write FILE.")] = False,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    length: Length = 128,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+) -> None:
+    """Compile MODEL for three prompt lengths, --length, one more and twice as many, and compare with FILE: segments,
+    breaks, units to compile, captures, recompiles, bytes forecast. Runs nothing, and needs neither weights nor a GPU.
+
+    Exits with 1 if any of them has grown, and with 2 if there is no such file, or what was asked for is not possible.
+    """
+    with _quiet(), _errors_in_words():
+        if not update and not file.exists():
+            raise golden.missing(file, shlex.join(["bcg", *sys.argv[1:]]))
+        lengths = [length, length + 1, 2 * length]
+        given = (device, dtype, layers, ladder, assume, option, config, sample_lengths())
+        found, where, options = _planned(model, lengths, *given)
+        now = golden.Golden.of(
+            found,
+            dict(
+                model=model,
+                lengths=lengths,
+                device=where.type,
+                dtype=str(dtype),
+                layers=layers,
+                ladder=ladder,
+                options={name: value for name, value in options.items() if name != "ladder"},
+                config=_pairs(config),
+            ),
+            lengths,
+        )
+        out = screen.console()
+        out.print(screen.header(model=f"{found.label}, {dtype} on {where}", now=golden.about(now), note=found.note), "")
+        if update:
+            now.save(file)
+            out.print(Text(f"wrote {file}"))
+            return
+        verdict = golden.compare(golden.Golden.read(file), now)
+        out.print(golden.verdict_view(verdict, found.plans))
+    raise typer.Exit(1 if verdict.grown else 0)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
@@ -498,6 +587,37 @@ def _built(
     if ladder is not None:
         options["ladder"] = read_ladder(ladder, tokens_of(built.make_inputs, prompts))
     return built, options
+
+
+def _planned(
+    model: str,
+    lengths: list[int],
+    device: str,
+    dtype: Dtype,
+    layers: int | None,
+    ladder: str | None,
+    assume: bool,
+    option: list[str] | None,
+    config: list[str] | None,
+    prompts: list[int],
+) -> tuple[Explanation, torch.device, dict[str, Any]]:
+    """What a model compiles to for these lengths, on which device, by which options. ``prompts`` choose the ladder."""
+    options = _options(option, ladder, assume)
+    if ladder is not None:
+        options["ladder"] = read_ladder(ladder, prompts)
+    where = _device(device)
+    _look_here(model)
+    found = plan_model(
+        model,
+        layers=layers,
+        length=lengths[0],
+        then=lengths[1:],
+        device=where,
+        dtype=getattr(torch, dtype),
+        config=_pairs(config),
+        options=options,
+    )
+    return found, where, options
 
 
 def _fields(model: str) -> dict[str, Any]:

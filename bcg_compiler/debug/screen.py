@@ -86,25 +86,26 @@ def steps_table(plan: Plan) -> Table:
 def _row(same: Sequence[Step]) -> tuple[str, ...]:
     step = same[0]
     number = f"{step.index}" + (" …" if len(same) > 1 else "")
-    where = common_text([_span(step) for step in same])
+    where = common_text([span(step) for step in same])
     if step.kind == "break":
         codes = ", ".join(dict.fromkeys(reason.code for reason in step.reasons)) or "no kernel"
-        where = f"{codes}: {_ops(step)} in {where}"
+        where = f"{codes}: {ops_of(step)} in {where}"
     return (number, step.kind, str(len(step.nodes)), str(step.kernels), step.unit, where)
 
 
 def step_key(step: Step) -> Hashable:
     """Steps of equal keys look alike in the table."""
     reasons = tuple((r.code, r.op) for r in step.reasons)
-    return step.kind, len(step.nodes), step.kernels, step.unit, _ops(step) if step.kind == "break" else "", reasons
+    return step.kind, len(step.nodes), step.kernels, step.unit, ops_of(step) if step.kind == "break" else "", reasons
 
 
-def _span(step: Step) -> str:
+def span(step: Step) -> str:
+    """The modules from the first operation of a step to its last one."""
     first, last = step.nodes[0].module or "the model itself", step.nodes[-1].module or "the model itself"
     return first if first == last else f"{first} → {last}"
 
 
-def _ops(step: Step) -> str:
+def ops_of(step: Step) -> str:
     """The operations that are why the step is a break."""
     names = dict.fromkeys(r.op for r in step.reasons if r.code != "small_segment") or {n.op: None for n in step.nodes}
     return ", ".join(some(list(names), MOST_OPS))
@@ -155,14 +156,19 @@ def plans_view(plans: Sequence[Plan | None], runs: Sequence[str] = ()) -> Group:
 
 
 def _pass_notes(plan: Plan) -> Iterator[str]:
-    """What passes have to say; notes that differ in their numbers, those of layers, are one line."""
+    """What passes have to say."""
     for found in plan.passes:
-        alike: dict[str, list[str]] = {}
-        for note in found.notes:
-            alike.setdefault(re.sub(r"\d+", "0", note), []).append(note)
-        for notes in alike.values():
-            times = f" ({count(len(notes), 'time')})" if len(notes) > 1 else ""
-            yield f"pass {found.name}: {common_text(notes)}{times}"
+        yield from (f"pass {found.name}: {note}" for note in folded(found.notes))
+
+
+def folded(notes: Sequence[str]) -> Iterator[str]:
+    """Notes that differ in their numbers, those of layers, as one line."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        alike.setdefault(re.sub(r"\d+", "0", note), []).append(note)
+    for same in alike.values():
+        times = f" ({count(len(same), 'time')})" if len(same) > 1 else ""
+        yield f"{common_text(same)}{times}"
 
 
 def _alike(plans: Sequence[Plan | None]) -> list[list[int]]:
@@ -176,7 +182,7 @@ def _alike(plans: Sequence[Plan | None]) -> list[list[int]]:
 def _look(plan: Plan | None) -> Hashable:
     if plan is None:
         return None
-    return tuple((step.kind, _span(step), _ops(step) if step.kind == "break" else "") for step in plan.steps)
+    return tuple((step.kind, span(step), ops_of(step) if step.kind == "break" else "") for step in plan.steps)
 
 
 def breaks_view(plans: Sequence[Plan | None]) -> Group:
