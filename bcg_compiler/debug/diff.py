@@ -323,9 +323,11 @@ def _change_lines(changes: Sequence[Change]) -> Iterator[RenderableType]:
         where = f" in {change.where}" if change.where else ""
         yield indented(2, Text.assemble((f"{sign} {became}", _style(sign)), f": {change.what}{where}{times}"))
         if change.reason is not None:
-            yield from reason_lines([change.reason], remedy=bool(change.after))
+            yield from reason_lines([change.reason], remedy=False)
     if (rest := len(changes) - MOST_CHANGES) > 0:
         yield indented(2, Text(f"… and {rest} more"))
+    for found in remedies(change.reason for change in changes if change.reason is not None and change.after):
+        yield indented(2, Text.assemble(("To remove it: ", "green"), found))
 
 
 def reason_lines(reasons: Sequence[StepReason], remedy: bool) -> Iterator[RenderableType]:

@@ -230,7 +230,7 @@
   }
 
   document.addEventListener("keydown", (event) => {
-    if (state.tab !== "steps" || !graph() || event.target.matches("input, select, [role=tab]") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (state.tab !== "steps" || !graph() || event.target.closest?.("input, select, [role=tab]") || event.ctrlKey || event.metaKey || event.altKey) return;
     const steps = graph().steps, last = steps.length - 1, at = state.step;
     const breaks = [...steps.keys()].filter((index) => steps[index].break);
     const target = {
