@@ -17,7 +17,7 @@ OMP_NUM_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test nightly inductor bench format format-check lint types imports check clean
+.PHONY: help setup demo test browser nightly inductor bench format format-check lint types imports check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -29,6 +29,17 @@ demo: $(STAMP) ## run the GLM-5 demo
 
 test: $(STAMP) ## run the tests
 	$(PYTEST) $(ARGS) $(TESTS)
+
+browser: ## install Chromium if there is no browser: tests that look at reports in one skip themselves without it
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name && exit 0; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  set -- -qq -y -o Acquire::Retries=1 -o Acquire::http::Timeout=20; \
+	  apt-get "$$@" update && DEBIAN_FRONTEND=noninteractive apt-get "$$@" install --no-install-recommends chromium; \
+	else \
+	  echo "There is no browser. Install Chromium or Chrome, e.g. as root: apt-get install chromium" >&2; exit 1; \
+	fi
 
 nightly: $(STAMP) ## run the tests that take minutes
 	$(PYTEST) -m nightly $(ARGS) $(TESTS)

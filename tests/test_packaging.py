@@ -73,6 +73,11 @@ def test_wheel_has_the_linked_folders(wheel: Path, name: str) -> None:
     assert expected <= names_in_wheel(wheel)
 
 
+def test_wheel_has_the_page_of_reports(wheel: Path) -> None:
+    page = {f"bcg_compiler/debug/report/page/report.{kind}" for kind in ("html", "css", "js")}
+    assert page <= names_in_wheel(wheel)
+
+
 def test_wheel_has_nothing_at_the_top_but_the_package(wheel: Path) -> None:
     """A wheel with a top-level `passes` or `models` would put those names on everyone's path."""
     assert {name.split("/")[0] for name in names_in_wheel(wheel)} == {"bcg_compiler", DIST_INFO}

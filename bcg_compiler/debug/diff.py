@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bcg_compiler.debug import memory, screen
-from bcg_compiler.debug.reasons import remedies
+from bcg_compiler.debug.reasons import reasons_of, remedies
 from bcg_compiler.debug.words import common_text, count, indented, short_path, some
 from bcg_compiler.errors import BcgError
 from bcg_compiler.plan import Plan, Step, StepReason, plan_from_json, plan_text
@@ -51,7 +51,7 @@ class Change:
     """Something that only one of both has (``before`` or ``after`` is empty), or that is another thing in the other.
 
     ``what`` it is about, and ``where``. Equal changes in several layers are one, ``times`` of them. ``reason`` is that
-    of a break.
+    of a break, or of a graph that is not padded.
     """
 
     before: str
@@ -67,20 +67,21 @@ class GraphDiff:
     """What one graph differs in.
 
     ``numbers``  of the graph, also those that are alike
-    ``breaks``   operations that are outside of segments in one of both only, or for another reason
+    ``reasons``  operations that are outside of segments, or speak against padding, in one of both only, or for another
+                 reason
     ``units``    segments, by the key of their computation
     ``others``   what else differs, a line each
     """
 
     numbers: tuple[Number, ...]
-    breaks: tuple[Change, ...] = ()
+    reasons: tuple[Change, ...] = ()
     units: tuple[Change, ...] = ()
     others: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not (self.breaks or self.units or self.others or any(number.differs for number in self.numbers))
+        return not (self.reasons or self.units or self.others or any(number.differs for number in self.numbers))
 
 
 def plans_of(name: str, plan: Callable[[str], Plans]) -> Plans:
@@ -145,9 +146,9 @@ def _diff(old: Plan | None, new: Plan | None) -> GraphDiff:
     numbers = tuple(
         Number(name, before, after) for (name, before), (_, after) in zip(_numbers(old), _numbers(new), strict=True)
     )
-    breaks = tuple(_folded(_break_changes(old, new)))
+    reasons = tuple(_folded(_reason_changes(old, new)))
     units = tuple(_folded(_unit_changes(old, new)))
-    found = GraphDiff(numbers, breaks, units, tuple(_others(old, new)))
+    found = GraphDiff(numbers, reasons, units, tuple(_others(old, new)))
     if found.equal and plan_text(old) != plan_text(new):
         return GraphDiff(numbers, others=tuple(_lines(old, new)))
     return found
@@ -168,7 +169,7 @@ def _numbers(plan: Plan) -> list[tuple[str, int | None]]:
     ]
 
 
-def _break_changes(old: Plan, new: Plan) -> Iterator[Change]:
+def _reason_changes(old: Plan, new: Plan) -> Iterator[Change]:
     """Operations by module and name, the first of one name in a module with the first of the other plan; those of one
     module that have become the same are one change.
     """
@@ -189,11 +190,10 @@ def _break_changes(old: Plan, new: Plan) -> Iterator[Change]:
 def _reasons(plan: Plan) -> dict[tuple[str, str, int], StepReason]:
     met = Counter[tuple[str, str]]()
     found = {}
-    for step in plan.breaks:
-        for reason in step.reasons:
-            place = reason.module, reason.op
-            found[(*place, met[place])] = reason
-            met[place] += 1
+    for reason in reasons_of(plan):
+        place = reason.module, reason.op
+        found[(*place, met[place])] = reason
+        met[place] += 1
     return found
 
 
@@ -237,9 +237,7 @@ def _others(old: Plan, new: Plan) -> Iterator[str]:
 
 
 def _padding(plan: Plan) -> str:
-    if plan.padding is not None:
-        return f"{plan.padding.proof}, from {plan.padding.least} live rows on"
-    return f"{plan.unpadded.code}: {plan.unpadded.text}" if plan.unpadded else ""
+    return f"{plan.padding.proof}, from {plan.padding.least} live rows on" if plan.padding else ""
 
 
 def _buckets(plan: Plan) -> str:
@@ -278,9 +276,9 @@ def diff_view(graphs: Sequence[GraphDiff]) -> Group:
         if graph.equal:
             continue
         parts += [Text(f"Graph {number} of {len(graphs)}", style="bold"), numbers_table(graph.numbers)]
-        if graph.breaks:
-            parts.append(Text("  operations outside of segments", style="dim"))
-            parts += _change_lines(graph.breaks)
+        if graph.reasons:
+            parts.append(Text("  reasons", style="dim"))
+            parts += _change_lines(graph.reasons)
         if graph.units:
             parts.append(Text("  segments", style="dim"))
             parts += _change_lines(graph.units)
@@ -327,7 +325,7 @@ def _change_lines(changes: Sequence[Change]) -> Iterator[RenderableType]:
     if (rest := len(changes) - MOST_CHANGES) > 0:
         yield indented(2, Text(f"… and {rest} more"))
     for found in remedies(change.reason for change in changes if change.reason is not None and change.after):
-        yield indented(2, Text.assemble(("To remove it: ", "green"), found))
+        yield indented(2, Text.assemble(("To change it: ", "green"), found))
 
 
 def reason_lines(reasons: Sequence[StepReason], remedy: bool) -> Iterator[RenderableType]:
@@ -340,7 +338,7 @@ def reason_lines(reasons: Sequence[StepReason], remedy: bool) -> Iterator[Render
         if source.code:
             yield indented(8, Text(source.code, style="dim"))
     for found in remedies(reasons) if remedy else ():
-        yield indented(4, Text.assemble(("To remove it: ", "green"), found))
+        yield indented(4, Text.assemble(("To change it: ", "green"), found))
 
 
 def _style(line: str) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 from bcg_compiler.debug import memory
 from bcg_compiler.debug.diff import Number, numbers_table, reason_lines
 from bcg_compiler.debug.explain import Explanation
+from bcg_compiler.debug.reasons import reasons_of
 from bcg_compiler.errors import BcgError
 from bcg_compiler.plan import Plan, StepReason
 from bcg_compiler.plan.padding import symbol_sources
@@ -30,6 +31,7 @@ NUMBERS = {
     "unique_units": "units to compile",
     "captures": "captures",
     "recompiles": "recompiles",
+    "unpadded": "graphs that are not padded to the ladder",
     "dynamo_graph_breaks": "graph breaks of Dynamo's own",
     "forecast_bytes": "bytes forecast",
 }
@@ -45,20 +47,21 @@ class Golden:
 
     ``given``    what the numbers are for: model, prompt lengths, dtype, device, options, …
     ``numbers``  by name, see ``NUMBERS``; ``None`` where it is not known
-    ``breaks``   operations outside of segments: how many, by code, operation and module with ``*`` for its numbers
+    ``reasons``  operations outside of segments, or that speak against padding: how many, by code, operation, and
+                 module with ``*`` for its numbers
     ``torch``    the version that they were found with
     """
 
     given: Mapping[str, Any]
     numbers: Mapping[str, int | None]
-    breaks: Mapping[str, int]
+    reasons: Mapping[str, int]
     torch: str = ""
 
     @classmethod
     def of(cls, found: Explanation, given: Mapping[str, Any], lengths: Iterable[int]) -> "Golden":
         """The golden numbers of a model that was called with these lengths."""
         plans = [plan for plan in found.plans if plan is not None]
-        reasons = [reason for plan in plans for step in plan.breaks for reason in step.reasons]
+        reasons = [reason for plan in plans for reason in reasons_of(plan)]
         shapes = [_shapes(plan, [*lengths], calls) for plan, calls in zip(found.plans, found.calls, strict=True)]
         captured = [(plan, at) for plan, at in zip(found.plans, shapes, strict=True) if plan is not None and at]
         forecasts = [memory.forecast_of(plan, *at) for plan, at in captured]
@@ -69,11 +72,12 @@ class Golden:
             "unique_units": len({unit.key for plan in plans for step in plan.segments for unit in step.units}),
             "captures": sum(map(len, shapes)),
             "recompiles": found.recompiles,
+            "unpadded": sum(plan.unpadded is not None for plan in plans),
             "dynamo_graph_breaks": sum(cut.count for cut in found.uncompiled.graph_breaks),
             "forecast_bytes": None if None in forecasts else sum(f.total for f in forecasts if f is not None),
         }
-        breaks = {line: len(same) for line, same in _by_line(reasons).items()}
-        return cls(given, numbers, breaks, torch.__version__.partition("+")[0])
+        lines = {line: len(same) for line, same in _by_line(reasons).items()}
+        return cls(given, numbers, lines, torch.__version__.partition("+")[0])
 
     def save(self, path: Path) -> None:
         """Write the file. Raises ``GoldenError`` where that cannot be done."""
@@ -87,7 +91,7 @@ class Golden:
         """Read the file. Raises ``GoldenError``."""
         try:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
-            if not all(isinstance(part, dict) for part in (found.given, found.numbers, found.breaks)):
+            if not all(isinstance(part, dict) for part in (found.given, found.numbers, found.reasons)):
                 raise TypeError
         except OSError as error:
             raise GoldenError(f"Cannot read the golden numbers from {path}: {error.strerror}.") from None
@@ -98,7 +102,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A model beside its golden file: ``grown`` and ``shrunk`` numbers, and breaks that are more or less than there."""
+    """A model beside its golden file."""
 
     golden: Golden
     now: Golden
@@ -120,10 +124,10 @@ class Verdict:
         """Those that are smaller now."""
         return [n for n in self.numbers if n.before is not None and n.after is not None and n.after < n.before]
 
-    def other_breaks(self) -> Iterator[tuple[str, int, int]]:
-        """Breaks that are more or fewer: what and where, how many there were, how many there are."""
-        for line in dict.fromkeys((*self.golden.breaks, *self.now.breaks)):
-            before, after = self.golden.breaks.get(line, 0), self.now.breaks.get(line, 0)
+    def other_reasons(self) -> Iterator[tuple[str, int, int]]:
+        """What is more or less often than it was: a line of ``reasons``, how often then, how often now."""
+        for line in dict.fromkeys((*self.golden.reasons, *self.now.reasons)):
+            before, after = self.golden.reasons.get(line, 0), self.now.reasons.get(line, 0)
             if before != after:
                 yield line, before, after
 
@@ -143,16 +147,16 @@ def compare(golden: Golden, now: Golden) -> Verdict:
     return Verdict(golden, now)
 
 
-def verdict_view(verdict: Verdict, reasons: Iterable[StepReason]) -> Group:
-    """The numbers that differ, which breaks are new and what would remove them, and the verdict last.
+def verdict_view(verdict: Verdict, plans: Iterable[Plan | None]) -> Group:
+    """The numbers that differ, which reasons are new and what would remove them, and the verdict last.
 
-    ``reasons`` are those of the plans of now: they know the user's lines.
+    ``plans`` are those of now: they know the user's lines.
     """
     parts: list[RenderableType] = []
     if verdict.grown or verdict.shrunk:
         parts += [numbers_table(verdict.numbers), Text()]
-    places = _by_line(reasons)
-    for line, before, after in verdict.other_breaks():
+    places = _by_line(reason for plan in plans if plan is not None for reason in reasons_of(plan))
+    for line, before, after in verdict.other_reasons():
         sign, style = ("+", "yellow") if after > before else ("-", "green")
         parts.append(Text.assemble((f"{sign} {line}", style), f": {before} → {after}"))
         if after > before:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bcg_compiler.distributed.rules import PARALLEL_RULES
-from bcg_compiler.plan import StepReason
+from bcg_compiler.plan import Plan, StepReason
 
 
 class Meaning(NamedTuple):
@@ -238,15 +238,26 @@ OPS = {
 }
 
 
+def reasons_of(plan: Plan) -> list[StepReason]:
+    """Why the breaks of a plan are breaks, and why it is not padded, if it was to be."""
+    found = [reason for step in plan.breaks for reason in step.reasons]
+    if plan.unpadded is not None:
+        code, text = plan.unpadded.code, plan.unpadded.text
+        mixing = next((rows for rows in plan.rows if rows.kind == "mixing" and rows.text in text), None)
+        place = (mixing.ordinal, mixing.op, mixing.module, mixing.source) if mixing else (-1, "the graph", "", None)
+        found.append(StepReason(code, text, *place))
+    return found
+
+
 def remedies(reasons: Iterable[StepReason]) -> list[str]:
-    """What would remove these breaks, each remedy once."""
+    """What would remove these breaks, or let a graph be padded, each remedy once."""
     found = (OPS.get(reason.op) or meaning(reason.code).remedy for reason in reasons)
     return [remedy for remedy in dict.fromkeys(found) if remedy]
 
 
 def meaning(code: str) -> Meaning:
-    """What the reason code of a break means; an unknown one stands for itself."""
-    return BREAKS.get(code) or _unknown(code)
+    """What the reason code of a break, or of a graph that is not padded, means; an unknown one stands for itself."""
+    return BREAKS.get(code) or UNPADDED.get(code) or _unknown(code)
 
 
 def meaning_of_eager_run(code: str) -> Meaning:

@@ -84,19 +84,19 @@ def test_new_breaks_of_all_layers_are_one_change_with_the_users_line(whole: Plan
     (graph,) = found = diff_plans([whole], [broken])
     assert numbers(graph)["breaks"] == (0, 5)
     assert numbers(graph)["segments"] == (1, 5)
-    (change,) = graph.breaks
+    (change,) = graph.reasons
     assert (change.before, change.after, change.times) == ("", "user_rule", 5)
     assert (change.what, change.where) == ("linear", "layers.{0…4}.attn")
     text = printed(found)
     assert "+ user_rule: linear in layers.{0…4}.attn, 5 times" in text
     assert "test_diff.py" in text and "return self.mlp(self.attn(x).relu()).relu()" in text
-    assert "To remove it: Drop the rule" in text
+    assert "To change it: Drop the rule" in text
     assert "pass mark_rules: 0 changes → 5 changes" in text
     assert "DIFFERENT  1 of 1 graph" in text
 
 
 def test_breaks_that_are_gone_and_those_with_another_reason(whole: Plan, broken: Plan) -> None:
-    (gone,) = diff_plans([broken], [whole])[0].breaks
+    (gone,) = diff_plans([broken], [whole])[0].reasons
     assert (gone.before, gone.after) == ("user_rule", "")
     steps = [
         replace(step, reasons=tuple(replace(reason, code="host_sync") for reason in step.reasons))
@@ -104,9 +104,9 @@ def test_breaks_that_are_gone_and_those_with_another_reason(whole: Plan, broken:
         else step
         for step in broken.steps
     ]
-    (other,) = diff_plans([broken], [replace(broken, steps=tuple(steps))])[0].breaks
+    (other,) = diff_plans([broken], [replace(broken, steps=tuple(steps))])[0].reasons
     assert (other.before, other.after, other.times) == ("user_rule", "host_sync", 3)
-    assert "To remove it: Drop" not in printed(diff_plans([broken], [whole]))
+    assert "To change it: Drop" not in printed(diff_plans([broken], [whole]))
 
 
 def test_buckets_and_bytes_are_compared() -> None:
@@ -116,7 +116,7 @@ def test_buckets_and_bytes_are_compared() -> None:
     before, after = numbers(graph)["bytes forecast"]
     assert before and after and after > before
     assert "buckets: 32, 64 → 32, 64, 1048576" in graph.others
-    assert not graph.breaks and not graph.units
+    assert not graph.reasons and not graph.units
 
 
 def test_a_difference_that_nothing_counts_is_shown_as_text(whole: Plan) -> None:

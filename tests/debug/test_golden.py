@@ -52,9 +52,13 @@ FACTORIES = """
 
 
     class ReadsItem(Model):
-        def forward(self, x):
-            y = super().forward(x)
-            return y + 1 if y.sum().item() > 0 else y - 1
+        def between(self, x):
+            return x + 1 if x.sum().item() > 0 else x - 1
+
+
+    class Mixes(Model):
+        def between(self, x):
+            return x - x.mean(1, keepdim=True)
 """
 
 
@@ -103,7 +107,7 @@ def test_new_breaks_fail_with_the_line_and_what_would_remove_them() -> None:
     assert done.exit_code == 1
     assert "GROWN  " in done.stdout and "breaks" in done.stdout.split("GROWN")[1]
     assert "self.attention(x, out)" in done.stdout and "user_models.py" in done.stdout
-    assert "To remove it: Nothing needs to be done" in done.stdout
+    assert "To change it: Nothing needs to be done" in done.stdout
 
 
 def test_what_is_better_passes_and_asks_for_new_numbers() -> None:
@@ -131,6 +135,22 @@ def test_captures_are_buckets_or_the_lengths_that_were_called() -> None:
     assert (exact["graphs"], exact["recompiles"], exact["captures"]) == (2, 1, 3)
     assert (padded["graphs"], padded["recompiles"], padded["captures"]) == (1, 0, 5)
     assert exact["forecast_bytes"] and padded["forecast_bytes"] and padded["forecast_bytes"] > 0
+
+
+def test_a_ladder_that_is_lost_fails_with_the_line_that_speaks_against_it() -> None:
+    """Three exact shapes are as many captures as three buckets: nothing else would have told."""
+    numbers("Model", "--ladder", "64,128,256")
+    as_if_for("Mixes")
+    done = check("Mixes", "--ladder", "64,128,256")
+    assert done.exit_code == 1 and "graphs that are not padded to the ladder" in done.stdout.split("GROWN")[1]
+    assert "+ mixing_rows: " in done.stdout and "return x - x.mean(1, keepdim=True)" in done.stdout
+    assert "To change it: If you know that none does" in done.stdout
+
+
+def test_graph_breaks_of_dynamos_own_count() -> None:
+    assert numbers("Model")["dynamo_graph_breaks"] == 0
+    found = numbers("ReadsItem")
+    assert found["dynamo_graph_breaks"] and found["graphs"] and found["graphs"] > 2
 
 
 def test_a_guard_on_the_length_is_a_recompile() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from bcg_compiler.plan import Plan, plan_text
 
 #: Lines of one difference that a page shows, and unchanged lines around each change.
-MOST_LINES = 400
+MOST_LINES = 2000
 AROUND = 2
 
 

@@ -119,6 +119,8 @@
     const foldable = one.blocks.some((block) => block[2] > 1);
     const all = one.blocks.every((block, index) => block[2] === 1 || state.open.has(index));
     const widths = [["kernels", "kernels"], ["ops", "operations"], ...(timed ? [["time", "measured time"]] : [])];
+    const besides = Object.entries(one.other_times).map(([name, [host, device]]) => `${name === "fill" ? "filling slots and bridges" : "copying back"} takes ${micros(device ?? host)} beside them`);
+    const about = timed ? [`measured: steps take ${micros(sum(one.steps.map(stepTime)))}; ${[...besides, "that of a segment is shared out over its layers by kernels"].join("; ")}`] : [];
     const lanes = h("div", { id: "lanes", role: "group", "aria-label": "Steps by layer" });
     const panel = h("aside", { class: "card panel", id: "panel", "aria-live": "polite", "aria-label": "The chosen step" });
     main.append(h("div", { class: "columns" },
@@ -129,7 +131,7 @@
           h("select", { "aria-label": "Width of segments", onchange: (event) => { state.width = event.target.value; drawLanes(lanes); } },
             widths.map(([value, name]) => h("option", { value, selected: value === state.width }, `width: ${name}`))),
           foldable ? h("button", { class: "plain", onclick: () => { state.open = all ? new Set() : new Set(one.blocks.keys()); draw(); } }, all ? "fold equal layers" : "show every layer") : null),
-        h("div", { class: "sub lines" }, [`inputs: ${one.inputs}`, ...one.notes].map((text) => h("div", {}, text))),
+        h("div", { class: "sub lines" }, [`inputs: ${one.inputs}`, ...one.notes, ...about].map((text) => h("div", {}, text))),
         legend(one), lanes,
         h("p", { class: "hint" }, h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " step  ", h("kbd", {}, "↑"), " ", h("kbd", {}, "↓"), " layer  ", h("kbd", {}, "p"), " ", h("kbd", {}, "n"), " break before, after  ", h("kbd", {}, "Esc"), " none. A pointed end: the segment goes on in the next layer.")),
       panel));
@@ -382,9 +384,9 @@
 
   function drawPasses(main) {
     const lines = (diff) => h("pre", { class: "diff" }, diff.map(([sign, text]) => h("div", { class: { "+": "add", "-": "del", "@": "gap" }[sign] || false }, sign === "@" ? `… ${text}` : `${sign} ${text}`)));
-    main.append(h("section", { class: "card" }, h("h2", {}, "Passes in the order they ran"), table([["pass"], ["changes", "num"], ["what it says, and what it changed"]], graph().passes.map((one) => [
+    main.append(h("section", { class: "card" }, h("h2", {}, "Passes in the order they ran"), table([["pass", "narrow"], ["changes", "num"], ["what it says, and what it changed"]], graph().passes.map((one) => [
       h("code", {}, one.name), h("span", { class: one.changes ? "" : "empty" }, number(one.changes)),
-      [one.notes.map((note) => h("p", {}, note)), one.diff.length ? h("details", { open: one.diff.length < 40 }, h("summary", {}, `${count(one.diff.filter((part) => part[0] === "+" || part[0] === "-").length, "line")} changed`), lines(one.diff)) : null],
+      [one.notes.map((note) => h("p", {}, note)), one.diff.length ? h("details", { open: one.diff.length < 40 }, h("summary", {}, `${count(one.diff.filter((part) => part[0] === "+" || part[0] === "-").length, "line")} changed${/ more lines$/.test(one.diff.at(-1)[1]) ? ", and more that are not shown" : ""}`), lines(one.diff)) : null],
     ]))));
   }
 
