@@ -94,7 +94,6 @@ def content(report: Report) -> dict[str, Any]:
         "label": report.label,
         "about": dict(report.about),
         "note": report.note,
-        "summary": screen.explanation_summary(report.plans),
         "graphs": graphs,
         "declared": DECLARED,
         "meanings": {code: list(meaning(code)) for code in sorted(codes)},
@@ -152,10 +151,8 @@ class _Graph:
         return {
             "segments": len(plan.segments),
             "breaks": len(plan.breaks),
-            "units": plan.unique_units,
             "kernels": sum(step.kernels for step in plan.steps),
             "inside": sum(step.kernels for step in plan.segments),
-            "ops": sum(len(step.nodes) for step in plan.steps),
         }
 
     def _labels(self, rows: Sequence[layers.Row], block: screen.Block) -> list[list[str]]:

@@ -59,7 +59,7 @@
     const total = (name) => sum(made.map((one) => one.counts[name]));
     const forecasts = made.map((one) => one.forecast);
     const tiles = [
-      [number(total("segments")), `segments, ${count(total("units"), "unit")} to compile`],
+      [number(total("segments")), `segments, ${count(new Set(made.flatMap((one) => one.parts)).size, "unit")} to compile`],
       [number(total("breaks")), "breaks"],
       [percent(total("inside"), total("kernels")), `of ${number(total("kernels"))} kernels in segments`],
     ];
@@ -92,7 +92,7 @@
       ...Object.entries(tabs).map(([name, [title, size]]) => h("button", {
         role: "tab", id: `tab-${name}`, "aria-selected": String(state.tab === name), "aria-controls": "main",
         tabindex: state.tab === name ? 0 : -1, onclick: () => go(name),
-      }, title, size() === null || size() === undefined ? null : h("small", {}, number(size())))),
+      }, title, size() === null || size() === undefined ? null : h("small", { class: name === "outside" && size() ? "alert" : false }, number(size())))),
       h("span", { class: "space" }),
       data.graphs.length > 1 ? h("select", { "aria-label": "Graph", onchange: (event) => { state.graph = Number(event.target.value); state.step = -1; draw(); } },
         data.graphs.map((one, index) => h("option", { value: index, selected: index === state.graph }, `Graph ${index + 1} of ${data.graphs.length}: ${one ? one.summary : "runs unsplit"}`))) : "",
