@@ -7,7 +7,6 @@ import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from bcg_compiler.debug.report import PassDiff, Report, page, write_report
 from bcg_compiler.debug.report.changes import MOST_LINES, changed_lines, read_passes
 from bcg_compiler.debug.report.content import content
 from bcg_compiler.debug.report.layers import layer_of, rows_of
+from bcg_compiler.debug.steps import StepTime
 from bcg_compiler.plan import Plan, plan_text
 from bcg_compiler.runtime import programs_of
 
@@ -134,9 +134,9 @@ def test_61_layers_and_58_buckets_are_a_small_file(deep: Plan) -> None:
 
 def test_a_step_knows_its_reasons_lines_values_and_times(small: Plan) -> None:
     times = [
-        SimpleNamespace(index=1, kind="break", host_us=12.5, device_us=None),
-        SimpleNamespace(index=1, kind="fill", host_us=2.0, device_us=None),
-        SimpleNamespace(index=2, kind="fill", host_us=1.0, device_us=3.0),
+        StepTime(index=1, kind="break", name="", start_us=0.0, host_us=12.5, device_us=None),
+        StepTime(index=1, kind="fill", name="", start_us=0.0, host_us=2.0, device_us=None),
+        StepTime(index=2, kind="fill", name="", start_us=0.0, host_us=1.0, device_us=3.0),
     ]
     data = content(Report("small", [small], length=16, times={0: times}))
     (graph,) = data["graphs"]

@@ -7,7 +7,7 @@ Texts that come again and again (operations, modules, lines of code, sizes) are 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from bcg_compiler.breaks import KINDS
 from bcg_compiler.compat.dynamo_log import CodePlace, Uncompiled
@@ -18,6 +18,7 @@ from bcg_compiler.debug.padded import about_padding
 from bcg_compiler.debug.reasons import UNPADDED, meaning, remedies
 from bcg_compiler.debug.report import layers
 from bcg_compiler.debug.report.changes import PassDiff, changed_lines
+from bcg_compiler.debug.steps import StepTime
 from bcg_compiler.debug.words import common_text, count, short_path
 from bcg_compiler.facts.node import Source
 from bcg_compiler.plan import Plan, Step, StepReason, Value
@@ -25,19 +26,6 @@ from bcg_compiler.plan.memory import Forecast, Symbols
 
 #: Breaks that somebody asked for; all others were found.
 DECLARED = (*KINDS, "user_rule")
-
-
-class Timed(Protocol):
-    """What a measurement of a replay gives for each part of it: ``bcg_compiler.debug.timeline.StepTime``."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def host_us(self) -> float: ...
-    @property
-    def device_us(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ class Report:
     note: str = ""
     length: int | None = None
     lengths: Sequence[int] = ()
-    times: Mapping[int, Sequence[Timed]] = field(default_factory=dict)
+    times: Mapping[int, Sequence[StepTime]] = field(default_factory=dict)
     passes: Mapping[int, Sequence[PassDiff]] = field(default_factory=dict)
 
     @classmethod
