@@ -152,6 +152,22 @@ def test_a_step_knows_its_reasons_lines_values_and_times(small: Plan) -> None:
     assert step["peak"] is not None
 
 
+def test_measured_times_are_those_of_the_steps() -> None:
+    bcg.reset()
+    compiled = torch.compile(Layered(2), backend="bcg")
+    x = torch.rand(16, 8)
+    with torch.inference_mode():
+        compiled(x)
+        compiled(x)
+        (program,) = programs_of(compiled)
+        with bcg.trace(compiled) as timeline:
+            compiled(x)
+    times = timeline.steps(1)
+    (graph,) = content(Report("traced", [program.plan], times={0: times}))["graphs"]
+    assert [step["time"][0] > 0 for step in graph["steps"]] == [True] * len(program.plan.steps)
+    assert graph["other_times"].keys() == {"fill", "copy_back"} & {time.kind for time in times}
+
+
 def test_breaks_say_what_would_remove_them(small: Plan) -> None:
     (graph,) = content(Report("small", [small]))["graphs"]
     found = {one["code"]: one for one in graph["breaks"]}

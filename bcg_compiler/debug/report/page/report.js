@@ -28,7 +28,7 @@
     while (value >= 1024 && power < units.length - 1) [value, power] = [value / 1024, power + 1];
     return `${power && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[power]}`;
   }
-  const micros = (value) => (value === null || value === undefined ? "–" : `${value < 100 ? value.toFixed(1) : number(Math.round(value))} µs`);
+  const micros = (value) => (value >= 10000 ? `${(value / 1000).toFixed(1)} ms` : `${value < 100 ? value.toFixed(1) : number(Math.round(value))} µs`);
   const sum = (list) => list.reduce((total, value) => total + value, 0);
   const graph = () => data.graphs[state.graph];
   const letters = (index) => (index < 26 ? String.fromCharCode(65 + index) : letters(Math.floor(index / 26) - 1) + letters(index % 26));
@@ -180,9 +180,9 @@
     const look = step.break ? `break ${worst(step)}` : "segment";
     return h("button", {
       class: `piece ${look}${begins ? "" : " from"}${ends ? "" : " to"}`, "data-step": index, title, "aria-label": title, tabindex: -1,
-      style: step.break ? false : `flex:${Math.max(size(piece), 0.001)} 1 0;background:var(--u${step.unit % 8});color:var(--i${step.unit % 8})`,
+      style: step.break ? state.width === "time" && `flex:${Math.max(size(piece), 0.001)} 1 auto` : `flex:${Math.max(size(piece), 0.001)} 1 0;background:var(--u${step.unit % 8});color:var(--i${step.unit % 8})`,
       onclick: () => choose(index),
-    }, step.break ? step.codes[0] || "no kernel" : [h("b", {}, letters(step.unit)), h("span", {}, state.width === "time" && step.time ? micros(size(piece)) : state.width === "ops" ? ops : kernels)]);
+    }, step.break ? [step.codes[0] || "no kernel", state.width === "time" && step.time ? h("span", {}, micros(stepTime(step))) : null] : [h("b", {}, letters(step.unit)), h("span", {}, state.width === "time" && step.time ? micros(size(piece)) : state.width === "ops" ? ops : kernels)]);
   }
 
   /** Show which step is chosen and which ones the search finds; one piece is reached by the tabulator key. */
@@ -279,7 +279,8 @@
     if (step.unit >= 0) facts.push(["unit", `${letters(step.unit)} ${one.units[step.unit]}`]);
     if (step.parts.length) facts.push(["compiled in", count(step.parts.length, "part")]);
     if (step.fixed) facts.push(["done once, at capture", count(step.fixed, "operation")]);
-    if (step.time) facts.push(["on the host", micros(step.time[0])], ["on the device", micros(step.time[1])]);
+    if (step.time) facts.push(["on the host", micros(step.time[0])]);
+    if (step.time && step.time[1] !== null) facts.push(["on the device", micros(step.time[1])]);
     const sizes = Object.entries(one.sizes).map(([name, value]) => `${name} = ${number(value)}`).join(", ");
     panel.replaceChildren(
       h("div", { class: "head" }, h("h2", { id: `step-${index}-panel` }, `Step ${index}: ${step.break ? "break" : "segment"} `, step.break ? step.codes.map(chip) : null),
