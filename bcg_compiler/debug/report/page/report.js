@@ -182,7 +182,7 @@
       class: `piece ${look}${begins ? "" : " from"}${ends ? "" : " to"}`, "data-step": index, title, "aria-label": title, tabindex: -1,
       style: step.break ? state.width === "time" && `flex:${Math.max(size(piece), 0.001)} 1 auto` : `flex:${Math.max(size(piece), 0.001)} 1 0;background:var(--u${step.unit % 8});color:var(--i${step.unit % 8})`,
       onclick: () => choose(index),
-    }, step.break ? [step.codes[0] || "no kernel", state.width === "time" && step.time ? h("span", {}, micros(stepTime(step))) : null] : [h("b", {}, letters(step.unit)), h("span", {}, state.width === "time" && step.time ? micros(size(piece)) : state.width === "ops" ? ops : kernels)]);
+    }, step.break ? [(step.codes[0] || "no kernel") + (step.codes.length > 1 ? ` +${step.codes.length - 1}` : ""), state.width === "time" && step.time ? h("span", {}, micros(stepTime(step))) : null] : [h("b", {}, letters(step.unit)), h("span", {}, state.width === "time" && step.time ? micros(size(piece)) : state.width === "ops" ? ops : kernels)]);
   }
 
   /** Show which step is chosen and which ones the search finds; one piece is reached by the tabulator key. */
