@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import bcg_compiler as bcg
 from bcg_compiler.compat.dynamo_log import CodePlace, GraphBreak, Uncompiled
-from bcg_compiler.debug.report import PassDiff, Report, page, write_report
-from bcg_compiler.debug.report.changes import MOST_LINES, changed_lines, read_passes
+from bcg_compiler.debug.report import PassDiff, Report, page, read_passes, write_report
+from bcg_compiler.debug.report.changes import MOST_LINES, changed_lines
 from bcg_compiler.debug.report.content import content
 from bcg_compiler.debug.report.layers import layer_of, rows_of
 from bcg_compiler.debug.steps import StepTime

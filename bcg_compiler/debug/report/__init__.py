@@ -5,8 +5,8 @@
 ``page``     HTML, style and script as they are; ``write`` puts them and the data together
 """
 
-from bcg_compiler.debug.report.changes import PassDiff
+from bcg_compiler.debug.report.changes import PassDiff, read_passes
 from bcg_compiler.debug.report.content import Report
 from bcg_compiler.debug.report.write import ReportError, check_report, page, write_report
 
-__all__ = ["PassDiff", "Report", "ReportError", "check_report", "page", "write_report"]
+__all__ = ["PassDiff", "Report", "ReportError", "check_report", "page", "read_passes", "write_report"]

@@ -52,11 +52,26 @@ class Report:
     passes: Mapping[int, Sequence[PassDiff]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Explanation, about: Mapping[str, str], length: int, lengths: Sequence[int]) -> "Report":
+    def of(
+        cls,
+        found: Explanation,
+        about: Mapping[str, str],
+        length: int,
+        lengths: Sequence[int],
+        passes: Mapping[int, Sequence[PassDiff]] | None = None,
+    ) -> "Report":
         """The report of what ``plan_model`` found for a prompt of ``length`` tokens."""
         label, _, architecture = found.label.partition(": ")
-        about = {"": architecture, **about} if architecture else about
-        return cls(label, found.plans, found.uncompiled, about, found.note, length, lengths)
+        return cls(
+            label=label,
+            plans=found.plans,
+            uncompiled=found.uncompiled,
+            about={"": architecture, **about} if architecture else about,
+            note=found.note,
+            length=length,
+            lengths=lengths,
+            passes=passes or {},
+        )
 
 
 class _Table:
