@@ -234,6 +234,7 @@ def aot_compile(
     # name what it has seen: sizes and numbers of another length or model would be open ones in this program.
     names = {"model": model, "__builtins__": builtins, "__name__": __name__}
     entry = types.FunctionType(_call.__code__.replace(co_name=f"aot_entry_{next(_entries)}"), names)
+    entry.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
     try:
         result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
         if not trace.programs:

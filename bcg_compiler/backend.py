@@ -3,7 +3,6 @@
 Compiling has no side effects: Dynamo may ask twice for one graph and drop the first answer.
 """
 
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from bcg_compiler.compat.fake import FakeTensor
 from bcg_compiler.compat.held_numbers import keep_constant
 from bcg_compiler.compat.ops import op_exists, registered_ops
 from bcg_compiler.compat.regions import inline_regions
+from bcg_compiler.dump import GraphDump
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
 from bcg_compiler.lower import UnitCompiler, lower
@@ -30,7 +30,6 @@ from bcg_compiler.runtime import Program, register
 from bcg_compiler.runtime.program import Compiled
 from bcg_compiler.runtime.unsplit import UnsplitProgram
 
-_numbers = itertools.count()
 log = logging.getLogger("bcg_compiler")
 
 
@@ -57,24 +56,29 @@ def bcg_backend(
     if any(isinstance(value, FakeTensor) for value in example_inputs):
         parsed = replace(parsed, capture="off")  # a model of fakes, to look at its plan
     _bind_breaks(module)
+    dump = GraphDump(parsed)
     program: Program | UnsplitProgram
     if _needs_grad(module, example_inputs):
+        dump.unsplit("it was called under grad mode with tensors that require grad", module.code)
         program = _with_grad(module, example_inputs)
     else:
         on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
         chosen = segment_compiler(parsed, on_cuda=on_cuda)
-        compiler = None if chosen == "eager" else UnitCompiler(chosen)  # its processes start while facts are collected
+        compiler = None if chosen == "eager" else UnitCompiler(chosen, dump.texts)  # its processes start meanwhile
         keep_constant(module)
         inline_regions(module)
         graph = collect_facts(module, example_inputs, parsed.capturable)
-        passes = run_passes(graph, parsed)
+        dump.traced(graph)
+        passes = run_passes(graph, parsed, dump.passed if dump.wanted else None)
 
         def make(marked: AnnotatedGraph, options: Options) -> Compiled:
             plan = build_plan(marked, passes, replace(options, capture=asked))
             if plan.unpadded is not None:
                 log.warning("bcg: a graph is captured in exact shapes and not padded: %s", plan.unpadded.text)
+            dump.planned(marked, plan)
             units = {} if compiler is None or plan.uncaptured else compiler.units(marked, plan)
-            return Compiled(marked, plan, lower(marked, plan, f"<bcg program {next(_numbers)}>", units), compiler)
+            lowered = lower(marked, plan, units, texts=dump.texts)
+            return Compiled(marked, plan, lowered, compiler, dump.texts)
 
         if parsed.capture == "cuda" and not graph.device.startswith("cuda"):
             raise OptionError(

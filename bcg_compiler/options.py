@@ -1,6 +1,7 @@
 """Every option of ``torch.compile(..., backend="bcg", options={...})``: name, type, default, meaning."""
 
 import dataclasses
+import os
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,10 @@ class Options:
 
     disable_passes: tuple[str, ...] = ()
     """Passes to leave out, by name (see ``docs/passes``)."""
+
+    dump: str | None = None
+    """A folder to write each graph, what passes did to it, its plan and its code to (see ``docs/dumps.md``). By default
+    the one of the environment variable ``BCG_DUMP``; ``""`` for none."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None = None) -> "Options":
@@ -206,6 +211,12 @@ def _segment_compiler(value: Any) -> Any:
     return value
 
 
+def _dump(value: Any) -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise _wrong_type("dump", value, "a folder")
+    return value if value is None else os.fspath(value)
+
+
 def _limits(value: Any) -> Limits:
     if not isinstance(value, Limits):
         raise _wrong_type("limits", value, "a bcg_compiler.Limits")
@@ -223,6 +234,7 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "segment_compiler": _segment_compiler,
     "min_segment_kernels": _least_kernels,
     "limits": _limits,
+    "dump": _dump,
 }
 
 

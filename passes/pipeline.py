@@ -54,8 +54,10 @@ def names() -> tuple[str, ...]:
     return tuple(pipeline(Options()))
 
 
-def run_passes(graph: AnnotatedGraph, options: Options) -> tuple[PassResult, ...]:
-    """Run every pass that is not disabled.
+def run_passes(
+    graph: AnnotatedGraph, options: Options, seen: Callable[[AnnotatedGraph, PassResult], None] | None = None
+) -> tuple[PassResult, ...]:
+    """Run every pass that is not disabled; ``seen`` is called behind each one, with the graph as it left it.
 
     Raises ``OptionError`` for a disabled name that is no pass, and for a part to mark that nobody knows.
     """
@@ -69,9 +71,11 @@ def run_passes(graph: AnnotatedGraph, options: Options) -> tuple[PassResult, ...
     results = []
     for name, run in passes.items():
         if name in options.disable_passes:
-            results.append(PassResult(name, 0, ("disabled by option",)))
-            continue
-        result = run(graph)
-        log.info("%s: %d changes", result.name, result.changes)
+            result = PassResult(name, 0, ("disabled by option",))
+        else:
+            result = run(graph)
+            log.info("%s: %d changes", result.name, result.changes)
         results.append(result)
+        if seen is not None:
+            seen(graph, result)
     return tuple(results)

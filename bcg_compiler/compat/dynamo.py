@@ -167,19 +167,29 @@ def recompile_limit_hits() -> int:
     )
 
 
-def code_key(fn: Any) -> types.CodeType | None:
-    """The code object that names a compiled callable: Dynamo keeps its entries by code, so instances share it."""
+def _unwrapped(fn: Any) -> Any:
+    """The module or the plain function behind a compiled callable."""
     while True:
         if isinstance(fn, types.MethodType):
             fn = fn.__self__ if isinstance(fn.__self__, torch.nn.Module) else fn.__func__
         elif isinstance(fn, torch.nn.Module):
-            fn = getattr(fn, "_orig_mod", None) or type(fn).forward  # an OptimizedModule, or a plain one
+            if getattr(fn, "_orig_mod", None) is None:
+                return fn
+            fn = fn._orig_mod  # of an OptimizedModule
         elif hasattr(fn, "_torchdynamo_orig_callable"):
             fn = fn._torchdynamo_orig_callable
         elif hasattr(fn, "__wrapped__"):  # decorators share one wrapper's code among all that they wrap
             fn = fn.__wrapped__
         else:
-            return getattr(fn, "__code__", None)
+            return fn
+
+
+def code_key(fn: Any) -> types.CodeType | None:
+    """The code object that names a compiled callable: Dynamo keeps its entries by code, so instances share it."""
+    found = _unwrapped(fn)
+    while isinstance(found, torch.nn.Module):
+        found = _unwrapped(type(found).forward)
+    return getattr(found, "__code__", None)
 
 
 def running_owner() -> types.CodeType | None:
@@ -188,10 +198,23 @@ def running_owner() -> types.CodeType | None:
     ``None`` where the wrapper is not found (another torch): programs then belong to no callable and are counted in
     ``stats()`` only.
     """
+    return code_key(_running_callable())
+
+
+def running_name() -> str:
+    """The name of the compiled callable that this thread is in: the class of a module, or a function; ``""`` where it
+    is not found.
+    """
+    found = _unwrapped(_running_callable())
+    name = type(found).__qualname__ if isinstance(found, torch.nn.Module) else getattr(found, "__qualname__", "")
+    return str(name).rpartition("<locals>.")[2]
+
+
+def _running_callable() -> Any:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in ("compile_wrapper", "_fn") and frame.f_code.co_filename.endswith("eval_frame.py"):
-            return code_key(frame.f_locals.get("fn"))
+            return frame.f_locals.get("fn")
         frame = frame.f_back
     return None
 

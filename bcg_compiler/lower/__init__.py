@@ -1,6 +1,7 @@
 """From a plan to something that runs.
 
 ``emit``     statements of Python for the nodes of a step
+``texts``    keeps them as files, if asked to
 ``writer``   lines of source text that know which node they are for
 ``program``  a function for each segment, and the flat function over all steps, eagerly
 ``units``    compiles the units of segments
@@ -15,10 +16,12 @@ from bcg_compiler.lower.marked import marked
 from bcg_compiler.lower.program import Lowered, lower, lower_prefix
 from bcg_compiler.lower.replay import Captured, Code, write_replay
 from bcg_compiler.lower.stubs import Stub
+from bcg_compiler.lower.texts import GENERATED, Texts
 from bcg_compiler.lower.units import SegmentCompiler, UnitCompiler
 from bcg_compiler.lower.writer import Part
 
 __all__ = [
+    "GENERATED",
     "Captured",
     "Code",
     "CompiledUnit",
@@ -26,6 +29,7 @@ __all__ = [
     "Part",
     "SegmentCompiler",
     "Stub",
+    "Texts",
     "UnitCompiler",
     "lower",
     "lower_prefix",

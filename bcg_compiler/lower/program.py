@@ -6,6 +6,7 @@ from typing import Any
 
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower.stubs import Stub, write_stubs
+from bcg_compiler.lower.texts import Texts
 from bcg_compiler.lower.writer import Code, Writer
 from bcg_compiler.plan import Plan, Step
 
@@ -40,14 +41,19 @@ class Fixed:
 
 
 def lower(
-    graph: AnnotatedGraph, plan: Plan, filename: str, units: Mapping[str, Callable[..., Any]] | None = None
+    graph: AnnotatedGraph,
+    plan: Plan,
+    units: Mapping[str, Callable[..., Any]] | None = None,
+    name: str = "program",
+    texts: Texts | None = None,
 ) -> Lowered:
     """Write the code of ``plan``. All that it refers to is bound in a closure: no look-up by name, no module call.
 
-    ``units`` are called in place of the units of segments, by their keys; other units are written out.
+    ``units`` are called in place of the units of segments, by their keys; other units are written out. ``texts`` keeps
+    the text under ``name``.
     """
     writer = Writer(graph, plan)
-    stubs, stub_code = write_stubs(graph, plan, filename.replace("program", "stubs"))
+    stubs, stub_code = write_stubs(graph, plan, name.replace("program", "stubs"), texts)
     known = {*plan.inputs, *plan.bridges, *(o for step in plan.steps for o in step.fixed)}
     known |= {o for step in plan.segments for o in step.outputs}
     noted = {o for of_step in stubs.values() for stub in of_step for o in stub.inputs} - known
@@ -58,7 +64,7 @@ def lower(
     fixed_values = {step.index: _write_fixed(writer, step) for step in plan.breaks if step.fixed}
     segments = ", ".join(f"{step.index}: {segment_name(step)}" for step in plan.segments)
     fixed = ", ".join(f"{index}: fixed_{index}" for index in fixed_values)
-    code = writer.compile(filename, f"program, warm_up, {{{segments}}}, {{{fixed}}}")
+    code = writer.compile(name, f"program, warm_up, {{{segments}}}, {{{fixed}}}", texts)
     run, warm_up, by_index, fixed_by_index = code.made
     made = {i: Fixed(fixed_by_index[i], *values) for i, values in fixed_values.items()}
     return Lowered(run, warm_up, by_index, made, stubs, (code,) if stub_code is None else (code, stub_code))
@@ -69,7 +75,7 @@ def lower_prefix(graph: AnnotatedGraph, plan: Plan, step: Step, count: int) -> C
     writer = Writer(graph, plan)
     part = replace(step, nodes=step.nodes[:count], outputs=())
     _write_segment(writer, replace(part, units=()), {})
-    run: Callable[..., None] = writer.compile(f"<bcg prefix of segment {step.index}>", segment_name(part)).made
+    run: Callable[..., None] = writer.compile(f"prefix of segment {step.index}", segment_name(part)).made
     return run
 
 

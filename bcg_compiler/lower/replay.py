@@ -8,6 +8,7 @@ import torch
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower.texts import Texts
 from bcg_compiler.lower.writer import Code, Part, Writer
 from bcg_compiler.plan import Plan, PlanNode
 
@@ -49,15 +50,14 @@ class Captured:
     bound: Mapping[str, Any]
 
 
-def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename: str) -> Code:
+def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, name: str, texts: Texts | None = None) -> Code:
     """Compile the replay function: it takes the graph's arguments in order and returns its results.
 
     Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or
-    what the last break made. No loop, no module call, no pytree.
+    what the last break made. No loop, no module call, no pytree. ``texts`` keeps the text under ``name``.
     """
     writer = Writer(graph, plan, of_break=BoundBreak.direct)
-    for name, value in captured.bound.items():
-        writer.namespace.objects[name] = value
+    writer.namespace.objects.update(captured.bound)
     for ordinal, value in captured.values.items():
         writer.namespace.objects[f"v{ordinal}"] = value
     for index, replay in captured.replays.items():
@@ -81,7 +81,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, filename
         for ordinal, statement in captured.write_backs.items():
             writer.line(f"            if filled_{ordinal}: {statement}")
         writer.line("            raise")
-    return writer.compile(filename, "replay")
+    return writer.compile(name, "replay", texts)
 
 
 class _WriteBacks:

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.lower.texts import Texts
 from bcg_compiler.lower.writer import Code, Writer
 from bcg_compiler.plan import Plan, Step
 
@@ -27,7 +28,9 @@ class Stub:
     items: tuple[tuple[int, int], ...]
 
 
-def write_stubs(graph: AnnotatedGraph, plan: Plan, filename: str) -> tuple[dict[int, list[Stub]], Code | None]:
+def write_stubs(
+    graph: AnnotatedGraph, plan: Plan, name: str, texts: Texts | None = None
+) -> tuple[dict[int, list[Stub]], Code | None]:
     """The stubs of each break by the index of its step, and the text they are in; no text where there is none."""
     if not any(map(_brings_stub, graph.facts)):
         return {}, None
@@ -36,7 +39,7 @@ def write_stubs(graph: AnnotatedGraph, plan: Plan, filename: str) -> tuple[dict[
     ordinals = {node: ordinal for ordinal, node in writer.nodes.items()}
     for step, node in found:
         _write(writer, step, node, ordinals)
-    code = writer.compile(filename, "[" + ", ".join(f"stub_{ordinals[node]}" for _, node in found) + "]")
+    code = writer.compile(name, "[" + ", ".join(f"stub_{ordinals[node]}" for _, node in found) + "]", texts)
     stubs: dict[int, list[Stub]] = {}
     for (step, node), run in zip(found, code.made, strict=True):
         taken = [user for user in node.users if user.target is operator.getitem]

@@ -15,6 +15,7 @@ from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
 from bcg_compiler.lower.exact import exact_fakes
+from bcg_compiler.lower.texts import GENERATED, Texts
 from bcg_compiler.plan import CompileUnit, Plan
 
 log = logging.getLogger("bcg_compiler")
@@ -26,10 +27,12 @@ SegmentCompiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 class UnitCompiler:
     """The compiled units of one graph, by their keys.
 
-    A unit that cannot be compiled runs as it is: ``refused`` counts them, by reason.
+    A unit that cannot be compiled runs as it is: ``refused`` counts them, by reason. ``texts`` keeps the code of their
+    graphs.
     """
 
-    def __init__(self, compiler: SegmentCompiler | str) -> None:
+    def __init__(self, compiler: SegmentCompiler | str, texts: Texts | None = None) -> None:
+        self._texts = texts
         context = tracing_context()
         self._compile: SegmentCompiler
         self._compile_exact: SegmentCompiler  # what it returns is captured at its first call
@@ -76,7 +79,7 @@ class UnitCompiler:
             if fakes is None:
                 continue
             try:
-                run = self._compile_exact(unit_graph(graph, unit, nodes), fakes)
+                run = self._compile_exact(self._unit_graph(graph, unit, nodes), fakes)
             except Exception as error:
                 _warn(graph, unit, nodes, error, f"for {sizes}, where it runs as in other buckets")
                 self.refused["specialize_failed"] += 1
@@ -93,6 +96,12 @@ class UnitCompiler:
             self.refused[reason] += 1
         return bool(given_up)
 
+    def _unit_graph(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> GraphModule:
+        module = unit_graph(graph, unit, nodes)
+        if self._texts is not None:
+            keep_code(module, f"units/{unit.key}", self._texts)
+        return module
+
     def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
         if self._toolless:
             self.refused["no_compiler"] += 1
@@ -100,7 +109,7 @@ class UnitCompiler:
         facts = [graph.facts[nodes[ordinal]] for ordinal in unit.nodes]
         assumed = _guards(graph)
         try:
-            module = unit_graph(graph, unit, nodes)
+            module = self._unit_graph(graph, unit, nodes)
             made = self._compile(module, _fakes(graph, unit, nodes))
         except Exception as error:
             # Results are the same without it, so this is no reason to stop: but it is said.
@@ -224,6 +233,16 @@ def unit_graph(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Nod
             copy.meta["example_value"] = graph.fakes[node]
     made.output(tuple(copies[nodes[ordinal]] for ordinal in unit.outputs))
     return GraphModule(graph.module, made)
+
+
+def keep_code(module: GraphModule, name: str, texts: Texts) -> None:
+    """Let the code of a graph be that of a file, in which its operations have the user's lines beside them."""
+    code = module.graph.python_code("self", verbose=True)
+    file = texts.file(name, code.src)
+    if file is not None:
+        scope = {**code.globals, "__name__": GENERATED}
+        exec(compile(code.src, file, "exec"), scope)
+        type(module).forward = scope["forward"]  # a class of its own, as ``GraphModule.recompile`` does it
 
 
 def taken(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> list[int]:

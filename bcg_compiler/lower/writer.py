@@ -11,6 +11,7 @@ from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph, NodeFacts
 from bcg_compiler.lower.emit import Emitter, Namespace
 from bcg_compiler.lower.side_streams import let_go_behind
+from bcg_compiler.lower.texts import GENERATED, Texts, file_name
 from bcg_compiler.plan import Plan, PlanNode, Step
 
 
@@ -165,12 +166,13 @@ class Writer:
 
         return [self.emit.name(node) for node in map(self.nodes.__getitem__, ordinals) if has_name(node)]
 
-    def compile(self, filename: str, returned: str) -> Code:
-        """Compile the text and call its ``make``, which returns ``returned``."""
+    def compile(self, name: str, returned: str, texts: Texts | None = None) -> Code:
+        """Compile the text, which ``texts`` keeps, and call its ``make``, which returns ``returned``."""
         # The header comes last: only now is it known what the text refers to.
         header = f"def make({', '.join(self.namespace.objects)}):"
         source = "\n".join([header, *self._text, f"    return {returned}", ""])
-        scope: dict[str, Callable[..., Any]] = {}
+        scope: dict[str, Any] = {"__name__": GENERATED}
+        filename = file_name(name, source, texts)
         exec(compile(source, filename, "exec"), scope)
         lines = {number + 1: what for number, what in self._lines.items()}
         parts = {number + 1: part for number, part in self._parts.items()}

@@ -1,6 +1,5 @@
 """A plan with its code: what Dynamo calls in place of the graph."""
 
-import itertools
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from bcg_compiler.context import PLANNED, forward_context, published
 from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError, TraceError
 from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
-from bcg_compiler.lower import Lowered, UnitCompiler, lower
+from bcg_compiler.lower import Lowered, Texts, UnitCompiler, lower
 from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Step
 from bcg_compiler.plan.memory import forecast_ladder
@@ -39,8 +38,6 @@ from bcg_compiler.runtime.recording import Capture, record, rehearse
 from bcg_compiler.runtime.trial import find_uncapturable
 from bcg_compiler.runtime.unsplit import released
 
-_numbers = itertools.count()
-
 #: How many answers about admission a program keeps: as many as there are lengths, mostly.
 ADMISSIONS = 10_000
 
@@ -50,12 +47,16 @@ REPLANNED = "an operation cannot be captured and has become a break; call the mo
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a program is made of: the marked graph, its plan and its code, and what compiles its units, if anything."""
+    """What a program is made of: the marked graph, its plan and its code, and what compiles its units, if anything.
+
+    ``texts`` keeps the code that is generated later.
+    """
 
     graph: AnnotatedGraph
     plan: Plan
     lowered: Lowered
     compiler: UnitCompiler | None = None
+    texts: Texts | None = None
 
 
 class Rung(NamedTuple):
@@ -394,7 +395,7 @@ class Program:
         self, device: CaptureDevice, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
     ) -> Capture:
         compiled = self._compiled
-        filename = f"<bcg replay {next(_numbers)}>"
+        name = "replay" if bucket is None else f"replay_{bucket.rows}_rows"
         return record(
             compiled.graph,
             compiled.plan,
@@ -403,9 +404,10 @@ class Program:
             args,
             forms,
             self._arena,
-            filename,
+            name,
             bucket,
             self._options.outputs,
+            compiled.texts,
         )
 
     def _lowered(self, bucket: Bucket | None) -> Lowered:
@@ -417,8 +419,8 @@ class Program:
         if key not in self._specialized:
             sizes = {raw: bucket.symbols[size] for raw, size in self._size_names().items() if size in bucket.symbols}
             units = compiled.compiler.units_for(compiled.graph, self.plan, sizes)
-            filename = f"<bcg program for {bucket.rows} rows {next(_numbers)}>"
-            lowered = self._specialized[key] = lower(compiled.graph, self.plan, filename, units)
+            name = f"program_{bucket.rows}_rows"
+            lowered = self._specialized[key] = lower(compiled.graph, self.plan, units, name, compiled.texts)
             for code in lowered.codes:
                 self._lines.add(code)
         return self._specialized[key]

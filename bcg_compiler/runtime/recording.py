@@ -13,7 +13,7 @@ from bcg_compiler.compat.fake import storage_key
 from bcg_compiler.context import captured_context
 from bcg_compiler.errors import BreakMutationError, SegmentError
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.lower import Captured, Code, Lowered, Stub, write_replay
+from bcg_compiler.lower import Captured, Code, Lowered, Stub, Texts, write_replay
 from bcg_compiler.plan import Plan
 from bcg_compiler.plan.memory import Interval, assign, passing_bridges
 from bcg_compiler.runtime import memory
@@ -43,16 +43,17 @@ def record(
     args: Sequence[Any],
     forms: Mapping[int, Any],
     arena: Arena,
-    filename: str,
+    name: str,
     bucket: Bucket | None = None,
     outputs: Literal["copy", "alias"] = "copy",
+    texts: Texts | None = None,
 ) -> Capture:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
     Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done, and their
     stubs. ``forms`` are what the breaks' results look like. Slots and bridges lie in ``arena``; with a ``bucket`` they
-    have its rows. Raises ``SegmentError`` where a segment could not be captured; whatever else is raised is of a stub,
-    a barrier or an allocation.
+    have its rows. ``texts`` keeps the text of the function under ``name``. Raises ``SegmentError`` where a segment
+    could not be captured; whatever else is raised is of a stub, a barrier or an allocation.
     """
     # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
     values: dict[int, Any] = {
@@ -116,7 +117,7 @@ def record(
         results=results,
         bound=bound,
     )
-    code = write_replay(graph, plan, captured, filename)
+    code = write_replay(graph, plan, captured, name, texts)
     known = made | bridges
     tensors = {i: [known[o] for o in filled if isinstance(known.get(o), Tensor)] for i, filled in unwritten.items()}
     return Capture(code.made, code, replays, tensors, None if bucket is None else bucket.rows)
@@ -145,7 +146,7 @@ def rehearse(
     """
     device = torch.device(plan.device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        record(graph, plan, replace(lowered, stubs={}), _Rehearsal(), args, forms, arena, "<bcg rehearsal>", bucket)
+        record(graph, plan, replace(lowered, stubs={}), _Rehearsal(), args, forms, arena, "rehearsal", bucket)
 
 
 class _Rehearsal:

@@ -128,7 +128,7 @@ def only_segment(fn: Callable[..., Any], *calls: Tensor) -> tuple[Plan, Callable
     def backend(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graph = collect_facts(module, example_inputs)
         plan = build_plan(graph, run_passes(graph, Options()), Options(min_segment_kernels=1))
-        lowered = lower(graph, plan, "<test>")
+        lowered = lower(graph, plan)
         made.append((plan, lowered))
 
         def run(*args: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from bcg_compiler.compat.fake import FakeTensorMode, storage_key
-from bcg_compiler.lower import CompiledUnit, units_seen_by
+from bcg_compiler.lower import GENERATED, CompiledUnit, units_seen_by
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
 from bcg_compiler.runtime.memory import set_inference
 
@@ -81,7 +81,7 @@ def _play(notes: tuple[_Note, ...], device: str) -> None:
 def _generated_line() -> tuple[str, int] | None:
     """File name and line of the generated text that is being recorded."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith("<bcg "):
+    while frame is not None and frame.f_globals.get("__name__") != GENERATED:
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
