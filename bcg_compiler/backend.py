@@ -52,11 +52,11 @@ def bcg_backend(
             raise OptionError(
                 f"Option 'capturable' names {name!r}, which is no operator. {nearest(name, registered_ops())}"
             )
+    dump = GraphDump(parsed)
     asked = parsed.capture
     if any(isinstance(value, FakeTensor) for value in example_inputs):
         parsed = replace(parsed, capture="off")  # a model of fakes, to look at its plan
     _bind_breaks(module)
-    dump = GraphDump(parsed)
     program: Program | UnsplitProgram
     if _needs_grad(module, example_inputs):
         dump.unsplit("it was called under grad mode with tensors that require grad", module.code)

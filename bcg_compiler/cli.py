@@ -221,6 +221,10 @@ def explain(
     length: Length = 128,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans in full, as a JSON list.")] = False,
     as_text: Annotated[bool, typer.Option("--text", help="Print the stable text of the plans.")] = False,
+    dump: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write graphs, plans and generated code there: the option of that name."),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at: one HTML file.")
     ] = None,
@@ -235,6 +239,8 @@ def explain(
     with _quiet(), _errors_in_words():
         if as_json and as_text:
             raise typer.BadParameter("--json and --text exclude each other.")
+        if dump is not None:
+            option = [*(option or []), f"dump={json.dumps(str(dump))}"]
         if html is not None:
             check_report(html)
         prompts = sample_lengths() if lengths is None else read_lengths(lengths)

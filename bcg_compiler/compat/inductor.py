@@ -1,7 +1,7 @@
 """Inductor as a compiler of small graphs (run with torch 2.11, 2.13 and 2.14)."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +53,33 @@ def compile_graph(
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
     with ambient, caches, torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
+
+
+@contextmanager
+def written_code() -> Iterator[list[str]]:
+    """The Python code that Inductor writes, or finds in its caches, inside the ``with`` block."""
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+
+    def see(code: str) -> None:
+        found.append(code)
+        if before is not None:
+            before(code)
+
+    before = GraphLowering.save_output_code
+    GraphLowering.save_output_code = see
+    try:
+        yield found
+    finally:
+        GraphLowering.save_output_code = before
+
+
+def file_of(code: str) -> str:
+    """The file that Inductor runs ``code`` from: its name is a hash of the text."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return str(PyCodeCache.write(code)[1])  # which leaves a file that is there alone
 
 
 def missing_tool(error: BaseException) -> str:

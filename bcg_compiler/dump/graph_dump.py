@@ -11,6 +11,7 @@ import torch
 
 from bcg_compiler.compat import structured_trace
 from bcg_compiler.compat.dynamo import running_name
+from bcg_compiler.compat.inductor import file_of
 from bcg_compiler.dump.dot import plan_dot
 from bcg_compiler.dump.folder import HEADER, Folder, LeftOut, folder_of, log
 from bcg_compiler.dump.graph_text import graph_text
@@ -157,6 +158,11 @@ class GraphDump:
         file = self._put(f"{name}.py", source, _about(base))
         self._kept[f"{self._place}{name}"] = hash(source), file or ""
         return file
+
+    @_harmless
+    def compiled(self, name: str, code: str) -> None:
+        """Say where the code of a compiler lies: see ``bcg_compiler.lower.Texts``."""
+        self._say(f"      {name}.py is compiled to {file_of(code)}: breakpoints there stop what runs")
 
     def _put_diff(self, name: str, text: str) -> None:
         """Keep what differs in a graph from the text that was kept last."""

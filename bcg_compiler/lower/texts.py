@@ -19,6 +19,9 @@ class Texts(Protocol):
         breakpoints in the file stop what runs.
         """
 
+    def compiled(self, name: str, code: str) -> None:
+        """Inductor has made this code of the text ``name``."""
+
 
 def file_name(name: str, source: str, texts: Texts | None) -> str:
     """The file name to compile a text under; without a file one of its own in angle brackets."""

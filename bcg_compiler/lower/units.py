@@ -3,14 +3,15 @@
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from bcg_compiler.compat.fake import fresh_fake
-from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context
+from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context, written_code
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
@@ -79,7 +80,9 @@ class UnitCompiler:
             if fakes is None:
                 continue
             try:
-                run = self._compile_exact(self._unit_graph(graph, unit, nodes), fakes)
+                module = self._unit_graph(graph, unit, nodes)
+                with self._code_seen(unit.key):
+                    run = self._compile_exact(module, fakes)
             except Exception as error:
                 _warn(graph, unit, nodes, error, f"for {sizes}, where it runs as in other buckets")
                 self.refused["specialize_failed"] += 1
@@ -102,6 +105,16 @@ class UnitCompiler:
             keep_code(module, f"units/{unit.key}", self._texts)
         return module
 
+    @contextmanager
+    def _code_seen(self, key: str) -> Iterator[None]:
+        if self._texts is None:
+            yield
+            return
+        with written_code() as codes:
+            yield
+        for code in codes:
+            self._texts.compiled(f"units/{key}", code)
+
     def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
         if self._toolless:
             self.refused["no_compiler"] += 1
@@ -110,7 +123,8 @@ class UnitCompiler:
         assumed = _guards(graph)
         try:
             module = self._unit_graph(graph, unit, nodes)
-            made = self._compile(module, _fakes(graph, unit, nodes))
+            with self._code_seen(unit.key):
+                made = self._compile(module, _fakes(graph, unit, nodes))
         except Exception as error:
             # Results are the same without it, so this is no reason to stop: but it is said.
             if tool := missing_tool(error):
