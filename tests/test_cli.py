@@ -530,3 +530,12 @@ def test_explain_names_the_sizes_that_a_ladder_could_be_for() -> None:
     result = call("explain", "t5", "--ladder", "64")
     assert result.exit_code == 0
     assert "ambiguous_tokens" in result.stdout and "decoder_input_ids" in result.stdout
+
+
+def test_explain_and_run_dump_what_they_compile(place: Path) -> None:
+    assert call("explain", "user_factories:WithBreak", "--dump", "plans").exit_code == 0
+    graph = place / "plans/000_WithBreak"
+    assert (graph / "plan.txt").read_text() == call("explain", "user_factories:WithBreak", "--text").output
+    assert not list(graph.glob("replay*"))  # of fakes nothing is captured
+    assert run("user_factories:WithBreak", place, "--option", "dump=calls").exit_code == 0
+    assert list(place.glob("calls/*_WithBreak/replay*.py"))

@@ -2,14 +2,14 @@
 
 from torch._guards import CompileContext, compile_context
 from torch._logging import trace_structured
-from torch._logging._internal import trace_log
+from torch._logging._internal import LazyTraceHandler, trace_log
 
 
 def is_traced() -> bool:
-    """Whether anybody listens. Without ``TORCH_TRACE`` the handler goes at Dynamo's first message, before a backend is
-    called.
+    """Whether torch writes a trace: without ``TORCH_TRACE`` its handler goes at Dynamo's first message, before a
+    backend is called. Other handlers are of those who collect all logs, such as pytest.
     """
-    return bool(trace_log.handlers)
+    return any(isinstance(handler, LazyTraceHandler) for handler in trace_log.handlers)
 
 
 def current_compile() -> CompileContext | None:

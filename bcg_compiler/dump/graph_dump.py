@@ -200,14 +200,15 @@ class GraphDump:
 
 def _about(name: str) -> str:
     """What a file of generated code is."""
-    kind, _, rows = name.partition("_")
-    for_rows = f" for {rows.removesuffix('_rows')} rows" if rows else ""
+    kind, *sizes = name.split("_")
+    pairs = ", ".join(f"{symbol} = {size}" for symbol, size in zip(sizes[::2], sizes[1::2], strict=False))
+    where = f" where {pairs}" if pairs else ""
     if kind.startswith("units/"):
         return "a unit: what a compiler is given, and what runs without its code"
     return {
-        "program": f"code that runs{for_rows}: segments, which captures record, and all steps eagerly",
-        "stubs": f"what a capture{for_rows} does in place of break functions",
-        "replay": f"what a call runs that replays{for_rows}",
+        "program": f"code that runs{where}: segments, which captures record, and all steps eagerly",
+        "stubs": f"what a capture{where} does in place of break functions",
+        "replay": f"what a call runs that replays{where}",
     }.get(kind, "generated code")
 
 

@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph, NodeFacts
+from bcg_compiler.facts.node import FENCE, RANDOM_STATE, STREAMS, WORLD
 from bcg_compiler.plan.structure import constant_text
+
+#: What is read and written, and is no storage.
+_STATE = {RANDOM_STATE: "the random state", WORLD: "memory outside", FENCE: "everything", STREAMS: "streams"}
 
 
 def graph_text(graph: AnnotatedGraph, *, with_facts: bool = False) -> str:
@@ -49,9 +52,7 @@ def _line(node: Node, facts: NodeFacts | None, text: Callable[[Any], str]) -> st
     elif node.op == "get_attr":
         line = f"{node.name} = held {node.target}"
     else:
-        called = f".{node.target}" if node.op == "call_method" else text(node.target)
-        if isinstance(node.target, BoundBreak):
-            called = node.target.spec.name
+        called = facts.op if facts is not None else text(node.target)
         given = [text(arg) for arg in node.args] + [f"{key}={text(value)}" for key, value in node.kwargs.items()]
         line = f"{node.name} = {called}({', '.join(given)})"
     if facts is None:
@@ -65,7 +66,7 @@ def _line(node: Node, facts: NodeFacts | None, text: Callable[[Any], str]) -> st
 def _effects(facts: NodeFacts) -> str:
     parts = [" ".join(facts.aten) or "dispatches nothing", f"{facts.kernels} kernel{'s' * (facts.kernels != 1)}"]
     parts += [
-        f"{word} storage{'s' * (len(roots) != 1)} {', '.join(map(str, sorted(roots)))}"
+        f"{word} {', '.join(_STATE.get(root, f'storage {root}') for root in sorted(roots))}"
         for word, roots in (("reads", facts.reads), ("writes", facts.writes), ("lies in", facts.results))
         if roots
     ]

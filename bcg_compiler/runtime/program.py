@@ -366,7 +366,7 @@ class Program:
         if capture is None:
             return None
         self._lines.add(capture.code)
-        self._captured.append(bucket.symbols if bucket is not None else read_sizes(self.plan, args))
+        self._captured.append(self._open_sizes(args, bucket))
         again = self._places.has(shape)
         self._places.keep(place, args)
         place.captures[shape] = capture
@@ -395,7 +395,7 @@ class Program:
         self, device: CaptureDevice, args: tuple[Any, ...], forms: Mapping[int, Any], bucket: Bucket | None
     ) -> Capture:
         compiled = self._compiled
-        name = "replay" if bucket is None else f"replay_{bucket.rows}_rows"
+        name = _name_for("replay", self._open_sizes(args, bucket))
         return record(
             compiled.graph,
             compiled.plan,
@@ -410,6 +410,9 @@ class Program:
             compiled.texts,
         )
 
+    def _open_sizes(self, args: Sequence[Any], bucket: Bucket | None) -> Mapping[str, int]:
+        return bucket.symbols if bucket is not None else read_sizes(self.plan, args)
+
     def _lowered(self, bucket: Bucket | None) -> Lowered:
         """The code that is captured in a bucket: units for exactly its sizes, if it is one that is specialised."""
         compiled, padding = self._compiled, self.plan.padding
@@ -419,7 +422,7 @@ class Program:
         if key not in self._specialized:
             sizes = {raw: bucket.symbols[size] for raw, size in self._size_names().items() if size in bucket.symbols}
             units = compiled.compiler.units_for(compiled.graph, self.plan, sizes)
-            name = f"program_{bucket.rows}_rows"
+            name = _name_for("program", bucket.symbols)
             lowered = self._specialized[key] = lower(compiled.graph, self.plan, units, name, compiled.texts)
             for code in lowered.codes:
                 self._lines.add(code)
@@ -804,6 +807,11 @@ class Program:
         counters.graphs += 1
         counters.segments += len(self.plan.segments)
         counters.breaks += len(self.plan.breaks)
+
+
+def _name_for(text: str, sizes: Mapping[str, int]) -> str:
+    """The name of a generated text that is for these sizes only."""
+    return "_".join([text, *(f"{symbol}_{size}" for symbol, size in sizes.items())])
 
 
 def _recalled(value: Any) -> Any:
