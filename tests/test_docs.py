@@ -40,6 +40,7 @@ def test_every_reason_code_is_in_the_docs_and_no_other_one() -> None:
 PAGES = (
     "admission",
     "units",
+    "dumps",
     "aot",
     "context-parallel",
     "expert-parallel",

@@ -59,7 +59,8 @@ def test_facts_say_what_an_operation_touches_by_the_ordinals_of_the_plan(folder:
     lines = read(folder / "graph.txt").splitlines()
     assert lines[3] == "%2     add_ = .add_(h, l_x_) -> float32[2, 3]"
     assert lines[4] == (
-        "       aten::add_.Tensor; 1 kernel; reads memory outside, storage 0, storage 1; writes storage 1; lies in storage 1"
+        "       aten::add_.Tensor; 1 kernel; reads memory outside, storage 0, storage 1; "
+        "writes storage 1; lies in storage 1"
     )
     assert any("; writes memory outside, the random state; " in line for line in lines)
     named = {line.split()[1]: line.split()[0] for line in lines if line.startswith("%")}
