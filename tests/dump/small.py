@@ -21,7 +21,8 @@ class Small(torch.nn.Module):
         self.register_buffer("table", torch.arange(4.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.inner(x).relu()
+        with torch.autocast("cpu", enabled=False):  # entered by a function without a public name
+            h = self.inner(x).relu()
         h = double(h)
         return torch.nn.functional.softmax(h * self.table, -1, dtype=torch.float32).sin()
 

@@ -94,7 +94,7 @@ def test_the_index_names_every_file_and_no_other(tmp_path: Path) -> None:
     code = ["program.py", "program_s0_8.py", "replay_s0_4.py", "replay_s0_8.py"]
     units = [name for name in files if name.startswith("units/")]
     assert sorted(files) == sorted([*of_passes, "graph.txt", "plan.dot", "plan.json", "plan.txt", *code, *units])
-    assert len(units) == 2
+    assert len(units) == 1  # that in the region of autocast is not compiled
     assert "mark_break_functions: 1 change\n" in index and "mark_uncapturable: 0 changes\n" in index
     assert "ladder=Ladder(buckets=(4, 8))" in index
 
@@ -121,26 +121,25 @@ def test_the_diff_of_a_pass_shows_what_it_did(tmp_path: Path) -> None:
     assert any(text.endswith(f"# {SMALL}:{line}") for text in diff if "= bcg_tests_small.double(" in text)
 
 
-def test_breakpoints_stop_the_eager_program_the_replay_and_the_units(tmp_path: Path) -> None:
-    compiled = small.run(
-        dump=tmp_path, segment_compiler=lambda module, fakes: module, specialized_buckets=[8], lengths=()
-    )
-    x = torch.randn(3, 4)
-    torch._dynamo.mark_dynamic(x, 0)
-    compiled(x)
-    graph, debugger = only_graph(tmp_path), Debugger()
+def test_breakpoints_stop_replays_and_the_code_that_a_capture_records(tmp_path: Path) -> None:
+    compiled = small.run(dump=tmp_path, lengths=(3,))  # whose capture comes with the first call
+    graph, debugger, x, larger = only_graph(tmp_path), Debugger(), torch.randn(2, 4), torch.randn(7, 4)
     assert debugger.stopped_at(graph / "replay_s0_4.py", "replay_0()", lambda: compiled(x)) == ["replay_0()"]
-    large = torch.randn(7, 4)
-    # At the capture of a bucket the code of its segments runs, and that of their units.
-    units = sorted((graph / "units").iterdir())
-    stops = debugger.stopped_at(units[0], "return", lambda: compiled(large))
-    assert stops and set(stops) == {stops[0]}
-    bcg.reset()
-    compiled = small.run(dump=tmp_path / "again", lengths=())
-    again = tmp_path / "again/000_Small/program.py"
-    compiled(x)
-    stops = debugger.stopped_at(again, "= linear(", lambda: compiled(large))
-    assert [stop.partition("  #")[0] for stop in stops] == ["v5 = linear(v3, v0, v1)"]
+    assert debugger.stopped_at(graph / "program.py", " = linear(", lambda: compiled(x)) == []  # recorded before
+    (stop,) = debugger.stopped_at(graph / "program.py", " = linear(", lambda: compiled(larger))
+    assert stop.startswith("v6 = linear(v3, v0, v1)")
+
+
+@pytest.mark.parametrize("specialized", [(), (8,)])
+def test_breakpoints_stop_the_units_that_a_compiler_leaves_as_they_are(
+    tmp_path: Path, specialized: tuple[int, ...]
+) -> None:
+    options: dict[str, Any] = {"segment_compiler": lambda module, fakes: module, "specialized_buckets": specialized}
+    compiled = small.run(dump=tmp_path, lengths=(3,), **options)
+    (unit,) = (only_graph(tmp_path) / "units").iterdir()
+    stops = Debugger().stopped_at(unit, "= torch.nn.functional.softmax(", lambda: compiled(torch.randn(7, 4)))
+    assert stops and all(stop.startswith("softmax: ") for stop in stops)
+    assert "code: return torch.nn.functional.softmax(" in unit.read_text()  # the user's line above it
 
 
 def test_what_runs_has_the_text_of_its_file(tmp_path: Path) -> None:
