@@ -40,7 +40,8 @@ def _color(step: Step) -> str:
 def _label(step: Step) -> str:
     modules = [node.module for node in step.nodes if node.module]
     where = " → ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else ""
-    lines = [f"{step.index} {step.kind}", f"{len(step.nodes)} ops, {step.kernels} kernels", where]
+    ops, kernels = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((len(step.nodes), "op"), (step.kernels, "kernel")))
+    lines = [f"{step.index} {step.kind}", f"{ops}, {kernels}", where]
     if step.kind == "break":
         lines += [f"{reason.code}: {reason.op}" for reason in step.reasons[:NAMED]]
         lines += [f"and {len(step.reasons) - NAMED} more"] * (len(step.reasons) > NAMED)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import bcg_compiler as bcg
+from bcg_compiler.dump import GraphDump
 from bcg_compiler.dump import folder as folders
-from bcg_compiler.dump.folder import Folder, folder_of
+from bcg_compiler.dump.folder import Folder, LeftOut, folder_of
 from bcg_compiler.errors import OptionError
 from bcg_compiler.options import Options
 
@@ -130,6 +131,30 @@ def test_many_graphs_and_files_leave_an_index_of_bounded_size(tmp_path: Path, mo
     folder = Folder(tmp_path)
     assert [folder.begin(f"graph {i}") for i in range(100)] == [f"{i:03d}_graph_{i}" for i in range(4)] + [None] * 96
     assert len((tmp_path / "index.txt").read_text().splitlines()) == 1 + 4 + 1
+
+
+def test_files_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MAX_BYTES", 1000)
+    folder = Folder(tmp_path)
+    folder.write("one", "x" * 600)
+    with pytest.raises(LeftOut, match="1,000 bytes at most, and 600 more were too many"):
+        folder.write("two", "x" * 600)
+    folder.write("three", "x" * 400)
+
+
+def test_files_are_known_by_their_full_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A debugger that runs in another folder would not find them else."""
+    monkeypatch.chdir(tmp_path)
+    program = calls(Path("below"))
+    assert program._compiled.lowered.codes[0].filename == str(tmp_path / "below/000_fn/program.py")
+
+
+def test_another_text_of_the_same_name_is_another_file(tmp_path: Path) -> None:
+    dump = GraphDump(Options(dump=str(tmp_path)))
+    names = [dump.file("replay_s0_4", text) for text in ("a = 1\n", "a = 2\n", "a = 1\n", "a = 2\n")]
+    files = [str(tmp_path / f"000_graph/replay_s0_4{end}.py") for end in ("", "_2")]
+    assert names == files * 2
+    assert [Path(file).read_text() for file in files] == ["a = 1\n", "a = 2\n"]
 
 
 def test_an_earlier_run_goes_and_what_is_not_a_dump_stays(tmp_path: Path) -> None:
