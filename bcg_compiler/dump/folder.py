@@ -41,7 +41,7 @@ class Folder:
             self.path, self._lock = _claim(path)
             _remove_graphs(self.path)
             (self.path / INDEX).write_text("bcg dump: a folder for each graph, in the order they were compiled\n")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self.fail(error)
 
     @property

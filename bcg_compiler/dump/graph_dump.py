@@ -54,12 +54,12 @@ class GraphDump:
 
     def __init__(self, options: Options) -> None:
         directory = os.environ.get(VARIABLE, "") if options.dump is None else options.dump
-        self._folder: Folder | None = folder_of(directory) if directory else None
+        self._folder = _folder(directory)
         self._traced = structured_trace.is_traced()
         self._name = ""
         self._place = ""  # of what is written now, below the folder of the graph
         self._plans = 0
-        self._passes: list[PassResult] = []
+        self._passes = 0
         self._last = ("", "")  # name and text of the graph as it was last written
         self._said: list[str] = []  # for the trace
         self._kept: dict[str, tuple[int, str]] = {}  # by name: a hash of the text, and the file
@@ -111,13 +111,13 @@ class GraphDump:
     @_harmless
     def passed(self, graph: AnnotatedGraph, result: PassResult) -> None:
         """A pass has run. If it changed anything, so does the text."""
-        self._passes.append(result)
+        self._passes += 1
         changed = f"{result.name}: {result.changes} change{'s' * (result.changes != 1)}"
         self._say(f"  {changed}")
         for note in result.notes:
             self._say(f"      {note}")
         if result.changes:
-            name, text = f"passes/{len(self._passes):02d}_{result.name}", graph_text(graph)
+            name, text = f"passes/{self._passes:02d}_{result.name}", graph_text(graph)
             self._put(f"{name}.txt", text, "the graph behind it")
             self._put_diff(name, text)
 
@@ -134,7 +134,7 @@ class GraphDump:
             if reason is not None:
                 self._say(f"  {word}: {reason.code}: {reason.text}")
         for rule in plan.broken_rules:
-            self._say(f"  {rule}")
+            self._say(f"  {rule.severity}: {rule.code}: {rule}")
         if self._place:
             plain = graph_text(graph)
             self._put_diff("graph", plain)
@@ -196,6 +196,14 @@ class GraphDump:
             self._said.append(text)
         if self._folder is not None and self._folder.usable:
             self._folder.say(self._name, text)
+
+
+def _folder(directory: str) -> Folder | None:
+    try:
+        return folder_of(directory) if directory else None
+    except OSError as error:  # a relative name, and the current folder is gone
+        log.warning("bcg: there is no dump to %s: %s: %s", directory, type(error).__name__, error)
+        return None
 
 
 def _about(name: str) -> str:

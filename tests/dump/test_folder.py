@@ -203,3 +203,17 @@ def test_only_a_folder_is_taken() -> None:
     assert Options.parse({"dump": Path("somewhere")}).dump == "somewhere"
     with pytest.raises(OptionError, match=r"Option 'dump' is True \(bool\); it must be a folder"):
         Options.parse({"dump": True})
+
+
+@pytest.mark.parametrize("dump", ["relative", "nul\0byte"])
+def test_a_name_that_is_no_folder_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, dump: str
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert not GraphDump(Options(dump=dump)).wanted
+    (told,) = warnings_of(caplog)
+    assert "Error" in told
+    monkeypatch.chdir(tmp_path)
