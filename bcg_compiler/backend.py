@@ -52,20 +52,22 @@ def bcg_backend(
             raise OptionError(
                 f"Option 'capturable' names {name!r}, which is no operator. {nearest(name, registered_ops())}"
             )
+    needs_grad = _needs_grad(module, example_inputs)
+    if not needs_grad:
+        keep_constant(module)  # before anything is kept of a graph that may be traced again
     dump = GraphDump(parsed)
     asked = parsed.capture
     if any(isinstance(value, FakeTensor) for value in example_inputs):
         parsed = replace(parsed, capture="off")  # a model of fakes, to look at its plan
     _bind_breaks(module)
     program: Program | UnsplitProgram
-    if _needs_grad(module, example_inputs):
+    if needs_grad:
         dump.unsplit("it was called under grad mode with tensors that require grad", module.code)
         program = _with_grad(module, example_inputs)
     else:
         on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
         chosen = segment_compiler(parsed, on_cuda=on_cuda)
         compiler = None if chosen == "eager" else UnitCompiler(chosen, dump.texts)  # its processes start meanwhile
-        keep_constant(module)
         inline_regions(module)
         graph = collect_facts(module, example_inputs, parsed.capturable)
         dump.traced(graph)

@@ -13,7 +13,9 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -36,7 +38,7 @@ from bcg_compiler.debug.prometheus import prometheus
 from bcg_compiler.debug.rank_doctor import examine_ranks, plan_of, ranks_health_view
 from bcg_compiler.debug.rank_run import compare_over_ranks
 from bcg_compiler.debug.rank_view import ranks_view
-from bcg_compiler.debug.report import Report, check_report, write_report
+from bcg_compiler.debug.report import Report, check_report, read_passes, write_report
 from bcg_compiler.debug.run import compare_with_eager
 from bcg_compiler.debug.self_test import self_test, self_test_view
 from bcg_compiler.debug.served import ServedModel
@@ -70,6 +72,8 @@ DOCTOR_TIMEOUT = 60.0
 #: How many of the bundled lengths are run where ``--calls`` is not given: under a minute for glm5 on two free cores.
 DEFAULT_CALLS = 12
 
+#: How many calls ``bcg explain --measure`` takes medians of.
+MEASURED_CALLS = 10
 
 #: What ``bcg diff`` compares.
 PLANS = "a file that bcg explain --json wrote, the folder of a dump, or a model"
@@ -228,6 +232,9 @@ def explain(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at: one HTML file.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --html: run MODEL, too, and show what each step takes.")
+    ] = False,
     lengths: LengthsFile = None,
     ladder: LadderSpec = None,
     assume: Assume = False,
@@ -236,21 +243,28 @@ def explain(
     layout: LayoutPairs = None,
 ) -> None:
     """Print what MODEL compiles to: segments, breaks, and why each break is one. Needs neither weights nor a GPU."""
-    with _quiet(), _errors_in_words():
+    with _quiet(), _errors_in_words(), TemporaryDirectory() as scratch:
         if as_json and as_text:
             raise typer.BadParameter("--json and --text exclude each other.")
-        if dump is not None:
-            option = [*(option or []), f"dump={json.dumps(str(dump))}"]
+        if measure and html is None:
+            raise typer.BadParameter("--measure is for --html FILE.")
         if html is not None:
             check_report(html)
         prompts = sample_lengths() if lengths is None else read_lengths(lengths)
+        kept = dump if dump is not None else Path(scratch) if html is not None else None
+        dumped = option if kept is None else [*(option or []), f"dump={json.dumps(str(kept))}"]
         found, where, options = _planned(
-            model, [length], device, dtype, layers, ladder, assume, option, config, prompts
+            model, [length], device, dtype, layers, ladder, assume, dumped, config, prompts
         )
-        if html is not None:
+        if html is not None and kept is not None:
             about = dict(model=f"{dtype} on {where}", prompt=f"{length} tokens", torch=torch.__version__)
-            about |= {name: str(value) for name, value in options.items() if name != "ladder"}
-            write_report(Report.of(found, about, length, prompts), html)
+            about |= {name: str(value) for name, value in options.items() if name not in ("ladder", "dump")}
+            report = Report.of(found, about, length, prompts, read_passes(kept, found.plans))
+            if measure:
+                built, options = _built(model, device, dtype, layers, 0, config, option, ladder, assume, [length])
+                timeline = watch_model(built, [length] * MEASURED_CALLS, options=options, warm=True).timeline
+                report = replace(report, times={n: timeline.steps(graph=n + 1) for n in range(len(found.plans))})
+            write_report(report, html)
         out = screen.console()
         if as_json or as_text:
             print(found.json() if as_json else found.text(), end="\n" if as_json else "")

@@ -1,6 +1,7 @@
 """The command line: what is asked for, what is answered, and with which exit code."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -539,3 +540,15 @@ def test_explain_and_run_dump_what_they_compile(place: Path) -> None:
     assert not list(graph.glob("replay*"))  # of fakes nothing is captured
     assert run("user_factories:WithBreak", place, "--option", "dump=calls").exit_code == 0
     assert list(place.glob("calls/*_WithBreak/replay*.py"))
+
+
+def test_a_report_has_what_passes_changed_and_what_steps_took(place: Path) -> None:
+    assert call("explain", "user_factories:WithBreak", "--measure").exit_code == 2  # a report is where it is shown
+    result = call("explain", "user_factories:WithBreak", "--html", "report.html", "--measure")
+    assert result.exit_code == 0, result.output
+    found = re.search(r'id="data">(.*?)</script>', (place / "report.html").read_text(), re.DOTALL)
+    assert found is not None
+    (graph,) = json.loads(found[1])["graphs"]
+    assert any(step.get("time") for step in graph["steps"])
+    assert "mark_break_functions" in json.dumps(graph["passes"])
+    assert not list(place.glob("*_WithBreak")), "the dump that it is made of is no one's concern"
