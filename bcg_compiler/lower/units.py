@@ -4,6 +4,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,20 @@ class UnitCompiler:
             self._compiled[key] = None
             self.refused[reason] += 1
         return bool(given_up)
+
+    def with_every_value(
+        self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]
+    ) -> tuple[tuple[int, ...], Callable[..., Any]] | None:
+        """A unit compiled once more so that it gives the values of all its nodes: their ordinals, and the code.
+
+        ``None`` if it cannot be. To see which operation a compiler gets wrong; that it keeps all values may mend it.
+        """
+        every = tuple(o for o in unit.nodes if isinstance(graph.fakes.get(nodes[o]), torch.Tensor))
+        whole = replace(unit, outputs=every)
+        try:
+            return every, self._compile(unit_graph(graph, whole, nodes), _fakes(graph, whole, nodes))
+        except Exception:
+            return None
 
     def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
         if self._toolless:

@@ -38,6 +38,7 @@ from bcg_compiler.runtime.places import Place, Places
 from bcg_compiler.runtime.recording import Capture, record, rehearse
 from bcg_compiler.runtime.trial import find_uncapturable
 from bcg_compiler.runtime.unsplit import released
+from bcg_compiler.runtime.watch import watching
 
 _numbers = itertools.count()
 
@@ -100,6 +101,7 @@ class Program:
         self.recaptures = 0
         self._options = options
         self._again = again
+        self._watch = watching()
         self._lock = threading.Lock()
         self._runner = 0  # the thread that holds the lock
         self._lines = Lines()
@@ -395,6 +397,9 @@ class Program:
     ) -> Capture:
         compiled = self._compiled
         filename = f"<bcg replay {next(_numbers)}>"
+        watch = None
+        if self._watch is not None:
+            watch = self._watch.capture(compiled.graph, self.plan, compiled.compiler, bucket, self._lines.add)
         return record(
             compiled.graph,
             compiled.plan,
@@ -406,6 +411,7 @@ class Program:
             filename,
             bucket,
             self._options.outputs,
+            watch,
         )
 
     def _lowered(self, bucket: Bucket | None) -> Lowered:
@@ -638,6 +644,8 @@ class Program:
     def _make_device(self) -> CaptureDevice:
         device = torch.device(self.plan.device)
         wanted = self._options.capture
+        if self._watch is not None and (watched := self._watch.device(device, wanted)) is not None:
+            return watched
         if wanted == "cuda" or (wanted == "auto" and device.type == "cuda"):
             return CudaCapture(device)
         return EmulatedCapture(device)

@@ -1,0 +1,104 @@
+"""Checks for all captures of the programs that are made while they are in place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from bcg_compiler.checks.breaks import checked_break
+from bcg_compiler.checks.fault import Fault
+from bcg_compiler.checks.segments import SegmentCheck
+from bcg_compiler.facts import AnnotatedGraph
+from bcg_compiler.facts.node import WORLD
+from bcg_compiler.lower import Code, UnitCompiler
+from bcg_compiler.plan import Plan, Step
+from bcg_compiler.runtime.buckets import Bucket
+from bcg_compiler.runtime.capture import CaptureDevice, EmulatedCapture, Replay
+
+#: Told at each replay: the graph, the ordinal of a value between steps, and the value.
+Told = Callable[[AnnotatedGraph, int, Any], None]
+
+
+class Checks:
+    """A ``Watch``: compares segments and breaks with eager operations, and reports each fault.
+
+    ``emulated``  whether to capture on the emulated device whatever the options say
+    ``told``      is called with the values between steps
+    """
+
+    def __init__(self, report: Callable[[Fault], None], *, emulated: bool, told: Told | None = None) -> None:
+        self._report = report
+        self._emulated = emulated
+        self._told = told
+
+    def device(self, device: torch.device, wanted: str) -> CaptureDevice | None:
+        """The strict emulated device, unless it is to be CUDA's."""
+        emulated = self._emulated or wanted == "emulated" or (wanted == "auto" and device.type != "cuda")
+        return EmulatedCapture(device, strict=True) if emulated else None
+
+    def capture(
+        self,
+        graph: AnnotatedGraph,
+        plan: Plan,
+        compiler: UnitCompiler | None,
+        bucket: Bucket | None,
+        add: Callable[[Code], None],
+    ) -> "CaptureChecks":
+        """The checks of one capture."""
+        return CaptureChecks(graph, plan, compiler, bucket, add, self._report, self._told)
+
+
+class CaptureChecks:
+    """A ``CaptureWatch``: the checks of one capture."""
+
+    def __init__(
+        self,
+        graph: AnnotatedGraph,
+        plan: Plan,
+        compiler: UnitCompiler | None,
+        bucket: Bucket | None,
+        add: Callable[[Code], None],
+        report: Callable[[Fault], None],
+        told: Told | None,
+    ) -> None:
+        self._graph = graph
+        self._plan = plan
+        self._compiler = compiler
+        self._bucket = bucket
+        self._add = add
+        self._report = report
+        self._told = told
+        self._steps = {node.ordinal: step for step in plan.steps for node in step.nodes}
+        self._segments: dict[int, SegmentCheck] = {}
+
+    def segment(self, step: Step, run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+        """The code of a segment with a look at each value, where its units are not compiled."""
+        check = SegmentCheck(self._graph, self._plan, step, self._bucket, self._compiler, self._report)
+        self._segments[step.index] = check
+        self._add(check.code)
+        return check.captured(run)
+
+    def replay(self, step: Step, args: tuple[Any, ...], results: tuple[Any, ...], replay: Replay) -> Replay:
+        """The replay with its operations beside it."""
+        check = self._segments[step.index]
+
+        def checked() -> None:
+            check.replay(args, results, replay)
+            if self._told is not None:
+                for ordinal, value in zip(step.outputs, results, strict=True):
+                    self._told(self._graph, ordinal, value)
+
+        return checked
+
+    def around(self, node: Node, target: Callable[..., Any]) -> Callable[..., Any]:
+        """A body that is not seen from outside, with a look at what it writes and gives."""
+        facts = self._graph.facts[node]
+        if not facts.opaque and WORLD not in facts.writes:
+            return target
+        return checked_break(self._graph, self._steps[facts.ordinal], node, target, self._report)
+
+    def note(self, ordinal: int, value: Any) -> None:
+        """A value that a break gives."""
+        if self._told is not None:
+            self._told(self._graph, ordinal, value)
