@@ -1,7 +1,8 @@
 """What a check has found."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from bcg_compiler.errors import BcgError
 from bcg_compiler.facts.node import Source
@@ -47,6 +48,8 @@ class Fault:
     ``what``     what was seen, in words
     ``largest``  the largest absolute difference of its numbers; infinite where there is none to speak of
     ``rows``     live rows of the call and rows of its bucket, where it was padded
+    ``values``   of a segment: what it was given, and what its operations make of that at the exact number of rows, by
+                 ordinal
     """
 
     kind: Kind
@@ -59,6 +62,7 @@ class Fault:
     what: str
     largest: float
     rows: tuple[int, int] | None = None
+    values: Mapping[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def place(self) -> str:

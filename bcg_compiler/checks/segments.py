@@ -47,6 +47,7 @@ class SegmentCheck:
         bucket: Bucket | None,
         compiler: UnitCompiler | None,
         report: Callable[[Fault], None],
+        eagerly: bool = False,
     ) -> None:
         self.code = lower_noted(graph, plan, step)
         self._graph = graph
@@ -54,7 +55,9 @@ class SegmentCheck:
         self._step = step
         self._bucket = bucket
         self._report = report
+        self._eagerly = eagerly
         self._nodes = {f.ordinal: node for node, f in graph.known.items()}
+        self._taken = [o for o in step.inputs if self._nodes[o] not in graph.constants]
         self._units = {} if compiler is None else compiler.units(graph, plan)
         self._units = {unit.key: self._units[unit.key] for unit in step.units if unit.key in self._units}
         self._compiler = compiler
@@ -77,7 +80,7 @@ class SegmentCheck:
         return run if self._units else partial(self.code.made, note)
 
     def replay(self, args: tuple[Any, ...], results: tuple[Any, ...], replay: Replay) -> None:
-        """Run the operations, then the replay, and report the first difference."""
+        """Run the operations, then the replay, and report the first difference; the operations alone if ``eagerly``."""
         if not self._seen:
             return replay()
         rows = self._rows()
@@ -85,17 +88,23 @@ class SegmentCheck:
         in_bucket = self._copies(args, None) if rows is not None else given
         self._expected, self._met, self._first = [], 0, None
         wanted = self._operations(given, self._expected)
+        left, right = (*results, *args), (*(wanted or ()), *given)
+        if wanted is not None and self._eagerly:
+            for place, value in zip(left, right, strict=True):
+                if isinstance(place, Tensor) and place is not value:
+                    _cut(place, value.shape).copy_(value)
+            return None
         replay()
         if wanted is None:
             return None
         found = self._first
-        names = (*self._step.outputs, *self._step.inputs)
-        for ordinal, got, want in zip(names, (*results, *args), (*wanted, *given), strict=True):
+        for ordinal, got, want in zip((*self._step.outputs, *self._taken), left, right, strict=True):
             if found is None and isinstance(want, Tensor) and got is not want:
                 difference = self._differs(got, want)
                 found = None if difference is None else (ordinal, difference)
         if found is not None:
-            self._report(self._fault(*found, in_bucket, rows))
+            values = {**dict(zip(self._taken, given, strict=True)), **dict(self._expected)}
+            self._report(replace(self._fault(*found, in_bucket, rows), values=values))
         return None
 
     def _meet(self, ordinal: int, value: Tensor) -> None:
@@ -135,8 +144,7 @@ class SegmentCheck:
             symbols = {**self._bucket.symbols, self._bucket.symbol: rows}
             exact = replace(self._bucket, rows=rows, symbols=symbols)
         found: list[Any] = []
-        taken = [o for o in self._step.inputs if self._nodes[o] not in self._graph.constants]
-        for ordinal, arg in zip(taken, args, strict=True):
+        for ordinal, arg in zip(self._taken, args, strict=True):
             value = values[ordinal]
             if not isinstance(arg, Tensor):
                 tells = exact is not None and value.size and exact.tells(value)
@@ -174,7 +182,7 @@ class SegmentCheck:
                 if (found := self._differs(got, want)) is not None:
                     return self._about("padding", at, found, rows)
         if self._units:
-            made = {**dict(zip(self._step.inputs, in_bucket, strict=False)), **dict(notes)}
+            made = {**dict(zip(self._taken, in_bucket, strict=True)), **dict(notes)}
             for at, found in self._wrong_units(made):
                 return self._about("compiler", at, found, rows)
         return self._about("capture", ordinal, difference, rows)

@@ -16,8 +16,8 @@ from bcg_compiler.plan import Plan, Step
 from bcg_compiler.runtime.buckets import Bucket
 from bcg_compiler.runtime.capture import CaptureDevice, EmulatedCapture, Replay
 
-#: Told at each replay: the graph, the ordinal of a value between steps, and the value.
-Told = Callable[[AnnotatedGraph, int, Any], None]
+#: Told at each replay: the graph, the step that has run, the ordinal of a value that it gives, and the value.
+Told = Callable[[AnnotatedGraph, Step, int, Any], None]
 
 
 class Checks:
@@ -25,12 +25,21 @@ class Checks:
 
     ``emulated``  whether to capture on the emulated device whatever the options say
     ``told``      is called with the values between steps
+    ``eagerly``   says of a segment whether its operations run in place of its replay, at the exact number of rows
     """
 
-    def __init__(self, report: Callable[[Fault], None], *, emulated: bool, told: Told | None = None) -> None:
-        self._report = report
+    def __init__(
+        self,
+        report: Callable[[Fault], None],
+        *,
+        emulated: bool = False,
+        told: Told = lambda graph, step, ordinal, value: None,
+        eagerly: Callable[[Step], bool] = lambda step: False,
+    ) -> None:
+        self.report = report
+        self.told = told
+        self.eagerly = eagerly
         self._emulated = emulated
-        self._told = told
 
     def device(self, device: torch.device, wanted: str) -> CaptureDevice | None:
         """The strict emulated device, unless it is to be CUDA's."""
@@ -46,7 +55,7 @@ class Checks:
         add: Callable[[Code], None],
     ) -> "CaptureChecks":
         """The checks of one capture."""
-        return CaptureChecks(graph, plan, compiler, bucket, add, self._report, self._told)
+        return CaptureChecks(self, graph, plan, compiler, bucket, add)
 
 
 class CaptureChecks:
@@ -54,27 +63,26 @@ class CaptureChecks:
 
     def __init__(
         self,
+        checks: Checks,
         graph: AnnotatedGraph,
         plan: Plan,
         compiler: UnitCompiler | None,
         bucket: Bucket | None,
         add: Callable[[Code], None],
-        report: Callable[[Fault], None],
-        told: Told | None,
     ) -> None:
+        self._checks = checks
         self._graph = graph
         self._plan = plan
         self._compiler = compiler
         self._bucket = bucket
         self._add = add
-        self._report = report
-        self._told = told
         self._steps = {node.ordinal: step for step in plan.steps for node in step.nodes}
         self._segments: dict[int, SegmentCheck] = {}
 
     def segment(self, step: Step, run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         """The code of a segment with a look at each value, where its units are not compiled."""
-        check = SegmentCheck(self._graph, self._plan, step, self._bucket, self._compiler, self._report)
+        report, eagerly = self._checks.report, self._checks.eagerly(step)
+        check = SegmentCheck(self._graph, self._plan, step, self._bucket, self._compiler, report, eagerly)
         self._segments[step.index] = check
         self._add(check.code)
         return check.captured(run)
@@ -85,9 +93,8 @@ class CaptureChecks:
 
         def checked() -> None:
             check.replay(args, results, replay)
-            if self._told is not None:
-                for ordinal, value in zip(step.outputs, results, strict=True):
-                    self._told(self._graph, ordinal, value)
+            for ordinal, value in zip(step.outputs, results, strict=True):
+                self._checks.told(self._graph, step, ordinal, value)
 
         return checked
 
@@ -96,9 +103,8 @@ class CaptureChecks:
         facts = self._graph.facts[node]
         if not facts.opaque and WORLD not in facts.writes:
             return target
-        return checked_break(self._graph, self._steps[facts.ordinal], node, target, self._report)
+        return checked_break(self._graph, self._steps[facts.ordinal], node, target, self._checks.report)
 
     def note(self, ordinal: int, value: Any) -> None:
         """A value that a break gives."""
-        if self._told is not None:
-            self._told(self._graph, ordinal, value)
+        self._checks.told(self._graph, self._steps[ordinal], ordinal, value)
