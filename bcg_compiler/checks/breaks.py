@@ -1,7 +1,7 @@
 """What a break does at a replay, beside what it declares: which arguments it writes, and what it gives."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.checks.fault import Fault, Kind
 from bcg_compiler.checks.numbers import tensor_difference
 from bcg_compiler.facts import AnnotatedGraph, NodeFacts
@@ -28,24 +29,41 @@ def checked_break(
         for leaf, value in zip(given, leaves, strict=True):
             known = graph.producer_facts(leaf)
             if isinstance(value, Tensor) and known is not None and not known.results & facts.writes:
-                found.append((value, value.clone(), str(leaf)))
+                found.append((value, value.clone(), _parameter(node, leaf)))
         return found
 
     def fault(kind: Kind, what: str, largest: float = math.inf) -> None:
-        report(Fault(kind, step.index, "break", facts.ordinal, facts.op, facts.module, facts.source, what, largest))
+        place = (facts.ordinal, facts.op, facts.module, facts.source)
+        taken = {
+            graph.known[leaf].ordinal: value for leaf, value in zip(given, values, strict=False) if leaf in graph.known
+        }
+        report(Fault(kind, step.index, "break", *place, what, largest, graph=graph, given=taken))
+
+    values: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
+        leaves = values[:] = tree_leaves((args, kwargs))
         before = undeclared(leaves) if len(leaves) == len(given) else []
         result = target(*args, **kwargs)
         for value, copy, name in before:
             if (difference := tensor_difference(value, copy)) is not None:
-                fault("write", f"It writes {name!r}, an argument: {difference.what}", difference.largest)
+                fault("write", f"It writes its argument {name!r}: {difference.what}", difference.largest)
         for text in _odd_results(facts, result):
             fault("result", text)
         return result
 
     return call
+
+
+def _parameter(node: Node, leaf: Any) -> str:
+    """What the body calls an argument."""
+    target, names = node.target, list[str]()
+    if isinstance(target, BoundBreak):
+        names = list(target.spec.parameters)
+    elif isinstance(overload := getattr(target, "default", target), torch._ops.OpOverload):
+        names = [argument.name for argument in overload._schema.arguments]
+    found = dict(zip(node.args, names, strict=False)) if all(isinstance(arg, Hashable) for arg in node.args) else {}
+    return found.get(leaf) or next((name for name, arg in node.kwargs.items() if arg is leaf), str(leaf))
 
 
 def _odd_results(facts: NodeFacts, result: Any) -> list[str]:

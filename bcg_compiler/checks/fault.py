@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bcg_compiler.errors import BcgError
+from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.facts.node import Source
 
 Kind = Literal["capture", "padding", "compiler", "write", "result"]
@@ -14,7 +15,7 @@ KINDS: dict[Kind, tuple[str, str]] = {
     "capture": (
         "A replay gives other numbers than the operation itself on the same inputs: it reads what is no input of the "
         "graph, and that was frozen at capture (a number of the host's, memory that has moved).",
-        "Give the operation what it reads as a tensor, or let it run eagerly: take it out of options={'capturable'}, or "
+        "Give the operation what it reads as a tensor, or let it run eagerly: take it out of the option capturable, or "
         "declare it with @eager_break.",
     ),
     "padding": (
@@ -28,7 +29,7 @@ KINDS: dict[Kind, tuple[str, str]] = {
         "(options={'breaks': [...]}), and report it to whoever wrote the compiler.",
     ),
     "write": (
-        "A break writes what it does not declare: segments and the caller go on with the old values, or lose the write.",
+        "A break writes what it does not declare: what comes behind it goes on with old values, or the write is lost.",
         "Name it in mutates_args of @eager_break or of torch.library.custom_op.",
     ),
     "result": (
@@ -48,8 +49,9 @@ class Fault:
     ``what``     what was seen, in words
     ``largest``  the largest absolute difference of its numbers; infinite where there is none to speak of
     ``rows``     live rows of the call and rows of its bucket, where it was padded
-    ``values``   of a segment: what it was given, and what its operations make of that at the exact number of rows, by
-                 ordinal
+    ``graph``    the graph that it is in
+    ``given``, ``made``  by ordinal: what its segment was given, and what the operations of that make of it at the exact
+                 number of rows; of a break what it was given
     """
 
     kind: Kind
@@ -62,7 +64,9 @@ class Fault:
     what: str
     largest: float
     rows: tuple[int, int] | None = None
-    values: Mapping[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    graph: AnnotatedGraph | None = field(default=None, repr=False, compare=False)
+    given: Mapping[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    made: Mapping[int, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def place(self) -> str:

@@ -6,6 +6,7 @@ CUDA what the segment leaves. Where the two differ, it is asked which step from 
 difference: the rows of the bucket, the compiled code, or the capture.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from bcg_compiler.runtime import memory
 from bcg_compiler.runtime.buckets import Bucket
 from bcg_compiler.runtime.capture import Replay
 from bcg_compiler.runtime.capture.emulated import at_replay, spoil
+
+log = logging.getLogger("bcg_compiler")
 
 #: Names of operations that allocate and compute nothing begin like this.
 _ALLOCATES = ("aten::empty", "aten::new_empty")
@@ -66,6 +69,7 @@ class SegmentCheck:
         self._empty = {f.ordinal for f in facts if f.aten and all(name.startswith(_ALLOCATES) for name in f.aten)}
         # A body whose plan was made for the bucket cannot run at another number of rows.
         self._seen = not any(isinstance(self._nodes[n.ordinal].target, BoundBreak) for n in step.nodes)
+        self._failed: Exception | None = None
         self._expected: Notes = []
         self._met = 0
         self._first: tuple[int, Difference] | None = None
@@ -84,8 +88,9 @@ class SegmentCheck:
         if not self._seen:
             return replay()
         rows = self._rows()
-        given = self._copies(args, rows)
-        in_bucket = self._copies(args, None) if rows is not None else given
+        with torch.inference_mode(False):  # what is made in inference mode could not be written outside of it
+            given = self._copies(args, rows)
+            in_bucket = self._copies(args, None) if rows is not None else given
         self._expected, self._met, self._first = [], 0, None
         wanted = self._operations(given, self._expected)
         left, right = (*results, *args), (*(wanted or ()), *given)
@@ -96,6 +101,7 @@ class SegmentCheck:
             return None
         replay()
         if wanted is None:
+            log.warning("bcg: segment %d is not checked: its operations alone raise %r", self._step.index, self._failed)
             return None
         found = self._first
         for ordinal, got, want in zip((*self._step.outputs, *self._taken), left, right, strict=True):
@@ -103,8 +109,9 @@ class SegmentCheck:
                 difference = self._differs(got, want)
                 found = None if difference is None else (ordinal, difference)
         if found is not None:
-            values = {**dict(zip(self._taken, given, strict=True)), **dict(self._expected)}
-            self._report(replace(self._fault(*found, in_bucket, rows), values=values))
+            fault = self._fault(*found, in_bucket, rows)
+            taken = dict(zip(self._taken, given, strict=True))
+            self._report(replace(fault, graph=self._graph, given=taken, made=dict(self._expected)))
         return None
 
     def _meet(self, ordinal: int, value: Tensor) -> None:
@@ -121,7 +128,9 @@ class SegmentCheck:
         return live if self._bucket is not None and live is not None and live < self._bucket.rows else None
 
     def _operations(self, args: Sequence[Any], notes: Notes) -> tuple[Any, ...] | None:
-        """Run the operations; ``None`` if they raise: a replay raises for itself what there is to raise."""
+        """Run the operations; ``None`` if they raise: a replay raises for itself what there is to raise, else it is
+        said that the segment was not checked.
+        """
 
         def note(ordinal: int, value: Any) -> None:
             if ordinal in self._empty:
@@ -132,7 +141,8 @@ class SegmentCheck:
         with _undrawn(self._plan.device), torch.inference_mode(False), torch.no_grad():
             try:
                 result = self.code.made(note, *args)
-            except Exception:
+            except Exception as error:
+                self._failed = error
                 return None
         return (result,) if len(self._step.outputs) == 1 else result or ()
 

@@ -23,6 +23,12 @@ def registered_ops() -> list[str]:
     return sorted({name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()})
 
 
+def defined_in(name: str) -> str | None:
+    """The module whose function became the operator ``ns::name`` by ``torch.library.custom_op``; ``None`` of others."""
+    definition = OPDEFS.get(name)
+    return None if definition is None else definition._init_fn.__module__
+
+
 def python_body(op: Any, device: str) -> Callable[..., Any] | None:
     """The Python function that an operator of ``torch.library.custom_op`` runs on a device; ``None`` for all others.
 

@@ -53,8 +53,8 @@ def record(
 
     Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done, and their
     stubs. ``forms`` are what the breaks' results look like. Slots and bridges lie in ``arena``; with a ``bucket`` they
-    have its rows. ``watch`` looks at segments and breaks as they are captured and replayed. Raises ``SegmentError`` where a segment could not be captured; whatever else is raised is of a stub,
-    a barrier or an allocation.
+    have its rows. ``watch`` looks at segments and breaks as they are captured and replayed. Raises ``SegmentError``
+    where a segment could not be captured; whatever else is raised is of a stub, a barrier or an allocation.
     """
     # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
     values: dict[int, Any] = {
