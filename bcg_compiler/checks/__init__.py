@@ -18,7 +18,7 @@ __all__ = ["Checks", "Fault", "SanitizerError", "sanitizer", "strict"]
 
 
 @contextmanager
-def sanitizer() -> Iterator[None]:
+def sanitizer() -> Iterator[Checks]:
     """Have all that is compiled within it captured on the emulated device, and each replay compared with eager code.
 
     The first fault is raised as ``SanitizerError`` by the call that shows it, with the operation and the user's line.
@@ -27,10 +27,12 @@ def sanitizer() -> Iterator[None]:
     """
 
     def refuse(fault: Fault) -> None:
+        __tracebackhide__ = True
         raise SanitizerError(fault)
 
-    with watched(Checks(refuse, emulated=True)):
-        yield
+    checks = Checks(refuse, emulated=True)
+    with watched(checks):
+        yield checks
 
 
 @contextmanager

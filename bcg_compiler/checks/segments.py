@@ -85,6 +85,7 @@ class SegmentCheck:
 
     def replay(self, args: tuple[Any, ...], results: tuple[Any, ...], replay: Replay) -> None:
         """Run the operations, then the replay, and report the first difference; the operations alone if ``eagerly``."""
+        __tracebackhide__ = True
         if not self._seen:
             return replay()
         rows = self._rows()

@@ -25,6 +25,7 @@ class Checks:
 
     ``emulated``  whether to capture on the emulated device whatever the options say
     ``told``      is called with the values between steps
+    ``checked``   counts the replays of segments so far
     ``eagerly``   says of a segment whether its operations run in place of its replay, at the exact number of rows
     """
 
@@ -39,6 +40,7 @@ class Checks:
         self.report = report
         self.told = told
         self.eagerly = eagerly
+        self.checked = 0
         self._emulated = emulated
 
     def device(self, device: torch.device, wanted: str) -> CaptureDevice | None:
@@ -92,6 +94,8 @@ class CaptureChecks:
         check = self._segments[step.index]
 
         def checked() -> None:
+            __tracebackhide__ = True
+            self._checks.checked += 1
             check.replay(args, results, replay)
             for ordinal, value in zip(step.outputs, results, strict=True):
                 self._checks.told(self._graph, step, ordinal, value)

@@ -79,7 +79,7 @@ class Calls:
         with watched(checks):
             for call in range(len(self.lengths)):
                 inputs = self._inputs(call)
-                want = self._call(lambda **given: call_eager(eager, given, self.lengths[call]), eager, inputs)
+                want = self._call(self._as_it_is(eager, call), eager, inputs)
                 numbers.begin()
                 got = self._call(compiled, model, inputs)
                 numbers.begin_reference()
@@ -98,6 +98,9 @@ class Calls:
         replays = sum(p.replays for p in programs)
         seen = call if first is not None else None
         return Seen(seen, first, in_graphs, tuple(found), tuple(numbers.boundaries), plans, replays, tensors)
+
+    def _as_it_is(self, model: torch.nn.Module, call: int) -> Callable[..., Any]:
+        return lambda **given: call_eager(model, given, self.lengths[call])
 
     def _call(self, called: Any, model: torch.nn.Module, given: Mapping[str, Any]) -> Any:
         inputs = copy.deepcopy(dict(given))

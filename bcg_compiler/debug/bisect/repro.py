@@ -254,7 +254,7 @@ def _model_text(fault: Fault | None, seen: Seen, options: Mapping[str, Any], rec
             "eager = copy.deepcopy(built.model)",
             f'compiled = torch.compile(built.model, backend="bcg", options={shown})',
             f"for call, length in enumerate({list(lengths)}):",
-            "    torch.manual_seed(seed := {} + call)".format(recipe.seed),
+            f"    torch.manual_seed(seed := {recipe.seed} + call)",
             "    given = built.make_inputs(length, torch.Generator().manual_seed(seed))",
             "    mine = copy.deepcopy(given)",
             *(["    mark_open(mine, token_dims(built.make_inputs))"] if padded else []),

@@ -1,8 +1,8 @@
 """From a model whose numbers are not eager's to what makes them so.
 
 First the model is called, with checks in every replay: where one finds a fault, the segment of it runs eagerly while
-all others replay, and if the numbers are then right, that is it. Where none does, passes are left out one by one, values
-between steps tell a break that got the right numbers and gave wrong ones, and segments run eagerly one after the other.
+all others replay, and if the numbers are then right, that is it. Where none does, passes are left out one by one,
+values between steps tell a break that got the right numbers and gave wrong ones, and segments run eagerly in part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
