@@ -56,6 +56,12 @@ def tensor_difference(got: torch.Tensor, expected: torch.Tensor, where: str = ""
     return Difference(where, f"{count:,} of {len(one):,} numbers differ", largest, close)
 
 
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors are equal, or within the tolerance of their dtype."""
+    difference = tensor_difference(got, expected)
+    return difference is None or difference.close
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

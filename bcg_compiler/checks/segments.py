@@ -7,6 +7,7 @@ difference: the rows of the bucket, the compiled code, or the capture.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from bcg_compiler.runtime.capture.emulated import at_replay, spoil
 
 log = logging.getLogger("bcg_compiler")
 
-#: Names of operations that allocate and compute nothing begin like this.
+#: Names of operations that allocate begin like this.
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 
 #: (ordinal, copy of the value) in the order in which values were made or written.
@@ -66,19 +67,25 @@ class SegmentCheck:
         self._compiler = compiler
         facts = [graph.facts[self._nodes[node.ordinal]] for node in step.nodes]
         self._writes = frozenset().union(*(f.writes for f in facts))
-        self._empty = {f.ordinal for f in facts if f.aten and all(name.startswith(_ALLOCATES) for name in f.aten)}
+        self._empty = {
+            f.ordinal for f in facts if not f.kernels and any(name.startswith(_ALLOCATES) for name in f.aten)
+        }
         # A body whose plan was made for the bucket cannot run at another number of rows.
         self._seen = not any(isinstance(self._nodes[n.ordinal].target, BoundBreak) for n in step.nodes)
         self._failed: Exception | None = None
+        self._rows: int | None = None
         self._expected: Notes = []
         self._met = 0
         self._first: tuple[int, Difference] | None = None
 
     def captured(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What to capture for ``run``: the same with a look at each value, or itself where its units are compiled."""
+        empty = set(self._empty)
 
         def note(ordinal: int, value: Any) -> None:
-            if isinstance(value, Tensor) and ordinal not in self._empty:
+            if ordinal in empty:
+                empty.remove(ordinal)  # whatever is written into it is noted, too
+            elif isinstance(value, Tensor):
                 at_replay(partial(self._meet, ordinal), value)
 
         return run if self._units else partial(self.code.made, note)
@@ -88,12 +95,16 @@ class SegmentCheck:
         __tracebackhide__ = True
         if not self._seen:
             return replay()
-        rows = self._rows()
+        rows = self._rows = self._live_rows()
         with torch.inference_mode(False):  # what is made in inference mode could not be written outside of it
             given = self._copies(args, rows)
             in_bucket = self._copies(args, None) if rows is not None else given
         self._expected, self._met, self._first = [], 0, None
         wanted = self._operations(given, self._expected)
+        if wanted is None and rows is not None:  # an index of a padded row, say
+            self._report(self._about("padding", -1, Difference("", f"At the exact length: {self._failed!r}"), rows))
+            given, rows, self._rows, self._expected = in_bucket, None, None, []
+            wanted = self._operations(given, self._expected)
         left, right = (*results, *args), (*(wanted or ()), *given)
         if wanted is not None and self._eagerly:
             for place, value in zip(left, right, strict=True):
@@ -123,7 +134,7 @@ class SegmentCheck:
                 self._first = ordinal, difference
         self._met += 1
 
-    def _rows(self) -> int | None:
+    def _live_rows(self) -> int | None:
         """The live rows of the call, if there are padded ones beside them."""
         live = published("live_rows")
         return live if self._bucket is not None and live is not None and live < self._bucket.rows else None
@@ -132,14 +143,16 @@ class SegmentCheck:
         """Run the operations; ``None`` if they raise: a replay raises for itself what there is to raise, else it is
         said that the segment was not checked.
         """
+        empty = set(self._empty)
 
         def note(ordinal: int, value: Any) -> None:
-            if ordinal in self._empty:
+            if ordinal in empty:
+                empty.remove(ordinal)
                 spoil(value)  # as the capture's is
             elif isinstance(value, Tensor):
                 notes.append((ordinal, value.clone()))
 
-        with _undrawn(self._plan.device), torch.inference_mode(False), torch.no_grad():
+        with undrawn(self._plan.device), torch.inference_mode(False), torch.no_grad():
             try:
                 result = self.code.made(note, *args)
             except Exception as error:
@@ -175,7 +188,7 @@ class SegmentCheck:
 
     def _differs(self, got: Any, want: Tensor) -> Difference | None:
         """How the live part of ``got`` differs: in any bit, or where rows or code are others beyond the tolerance."""
-        padded = self._rows() is not None
+        padded = self._rows is not None
         if padded and not want.is_floating_point():
             return None  # an order or a count of rows may be another one, of which live rows are independent
         difference = tensor_difference(_cut(got, want.shape), want)
@@ -205,7 +218,7 @@ class SegmentCheck:
             args = [made.get(ordinal) for ordinal in unit.inputs]
             if compiled is None or self._compiler is None or any(arg is None for arg in args):
                 continue
-            with _undrawn(self._plan.device), torch.inference_mode(False), torch.no_grad():
+            with undrawn(self._plan.device), torch.inference_mode(False), torch.no_grad():
                 results = compiled.run(*_apart(args))
                 found = list(self._different(unit.outputs, results, made))
                 if found:
@@ -223,14 +236,15 @@ class SegmentCheck:
 
     def _about(self, kind: Kind, ordinal: int, difference: Difference, rows: int | None) -> Fault:
         node = next((n for n in self._step.nodes if n.ordinal == ordinal), None) or self._writer_of(ordinal)
-        what = f"{difference.what}, at most by {difference.largest:.3g}"
+        far = f", at most by {difference.largest:.3g}" if difference.largest < math.inf else ""
+        what = difference.what + far
         padded = (rows, self._bucket.rows) if rows is not None and self._bucket is not None else None
         place = (self._step.index, "segment", node.ordinal, node.op, node.module, node.source)
         return Fault(kind, *place, what, difference.largest, padded)  # type: ignore[arg-type]
 
     def _writer_of(self, ordinal: int) -> PlanNode:
         """The first operation of the segment that writes an input of it."""
-        known = self._graph.producer_facts(self._nodes[ordinal])
+        known = self._graph.producer_facts(self._nodes.get(ordinal))
         roots = frozenset() if known is None else known.results
         writers = (n for n in self._step.nodes if self._graph.facts[self._nodes[n.ordinal]].writes & roots)
         return next(writers, self._step.nodes[0])
@@ -252,7 +266,7 @@ def _apart(args: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def _undrawn(device: str) -> Iterator[None]:
+def undrawn(device: str) -> Iterator[None]:
     """Leave the generators as they are found."""
     with torch.random.fork_rng([torch.device(device)] if device.startswith("cuda") else []):
         yield

@@ -127,9 +127,10 @@ def record(
         bound=bound,
     )
     code = write_replay(graph, plan, captured, filename, None if watch is None else watch.around)
+    run = code.made if watch is None else watch.call(code.made, lowered.run)
     known = made | bridges
     tensors = {i: [known[o] for o in filled if isinstance(known.get(o), Tensor)] for i, filled in unwritten.items()}
-    return Capture(code.made, code, replays, tensors, None if bucket is None else bucket.rows)
+    return Capture(run, code, replays, tensors, None if bucket is None else bucket.rows)
 
 
 def _bridges(plan: Plan, forms: Mapping[int, Any], arena: Arena) -> dict[int, Tensor]:

@@ -29,6 +29,9 @@ class CaptureWatch(Protocol):
     def around(self, node: Node, target: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in place of ``target`` by a node of a break, at each replay."""
 
+    def call(self, run: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of ``run``, all of a replay; ``eager`` runs the steps of the plan as they are."""
+
     def note(self, ordinal: int, value: Any) -> None:
         """Called at each replay with what a break gives to the steps behind it."""
 

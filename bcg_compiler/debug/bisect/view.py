@@ -28,7 +28,7 @@ def bisection_view(found: Bisection) -> Group:
         )
         if not seen.replays:
             parts.append(Text("Nothing was replayed, so only eager runs were compared: bcg run says why."))
-        faults = list(dict.fromkeys((fault.place, fault.what) for _, fault in seen.faults))
+        faults = {fault.place: fault.what for _, fault in reversed(seen.faults)}.items()
         parts += [Text(f"Seen without effect on results: {place}: {what}") for place, what in faults]
         return Group(*parts)
     difference = seen.difference
