@@ -24,7 +24,7 @@ from bcg_compiler.runtime.watch import watched
 class Seen:
     """What calls of a compiled model have shown.
 
-    ``call``        the first one that differs from eager, from 0; ``None`` if none does
+    ``call``        the first one that differs from eager, from 0; ``None`` if none does. ``last`` is the last one made
     ``difference``  what differs in it first; ``in_graphs`` whether Dynamo's graphs, run as they are, differ there too
     ``faults``      what the checks have found up to there, with the call; ``boundaries`` the values of that call
     ``plans``       of the programs that ran
@@ -32,6 +32,7 @@ class Seen:
     """
 
     call: int | None
+    last: int
     difference: Difference | None
     in_graphs: Difference | None
     faults: tuple[tuple[int, Fault], ...]
@@ -59,10 +60,12 @@ class Calls:
         self,
         *,
         eagerly: Callable[[Step], bool] = lambda step: False,
+        looking: bool = False,
         **options: Any,
     ) -> Seen:
         """Compile a copy of the model and call it, up to the first difference.
 
+        If ``looking``, up to one that shows more: what a check has found, or values between steps of a replay.
         ``options`` are put in place of the model's own; segments for which ``eagerly`` says so run their operations.
         """
         reset()
@@ -74,7 +77,7 @@ class Calls:
         eager, model, graphs = self._copy(), self._copy(), self._copy()
         compiled: Any = torch.compile(model, backend=numbers.compiled(given))
         reference: Any = torch.compile(graphs, backend=numbers.reference())
-        tensors, first, in_graphs = 0, None, None
+        tensors, seen, first, in_graphs = 0, None, None, None
         before = set(programs_of())
         with watched(checks):
             for call in range(len(self.lengths)):
@@ -90,14 +93,14 @@ class Calls:
                 # Kernels add up in another order in a bucket, and compiled code in one of its own.
                 tolerant = compiler != "eager" or any(p.plan is not None and p.plan.padding for p in programs)
                 wrong = [d for d in compared.differences if not (tolerant and d.close)]
-                if wrong:
-                    first = wrong[0]
+                if wrong and seen is None:
+                    seen, first = call, wrong[0]
                     in_graphs = next(iter(compare(plain, want).differences), None)
+                if seen is not None and (found or numbers.boundaries or not looking):
                     break
         plans = tuple(p.plan for p in programs if p.plan is not None)
         replays = sum(p.replays for p in programs)
-        seen = call if first is not None else None
-        return Seen(seen, first, in_graphs, tuple(found), tuple(numbers.boundaries), plans, replays, tensors)
+        return Seen(seen, call, first, in_graphs, tuple(found), tuple(numbers.boundaries), plans, replays, tensors)
 
     def _as_it_is(self, model: torch.nn.Module, call: int) -> Callable[..., Any]:
         return lambda **given: call_eager(model, given, self.lengths[call])

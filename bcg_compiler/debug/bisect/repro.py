@@ -230,7 +230,7 @@ def _model_text(fault: Fault | None, seen: Seen, options: Mapping[str, Any], rec
         f", {key}={value if isinstance(value, torch.dtype) else repr(value)}" for key, value in build.items()
     )
     shown = imports.options(options)
-    lengths = recipe.lengths[: seen.call + 1]
+    lengths = recipe.lengths[: seen.last + 1]
     padded = options.get("ladder") is not None
     place = f"{fault.kind}: {fault.place}" if fault else "The model's numbers are not eager's."
     return "\n".join(

@@ -1,8 +1,8 @@
 """From a model whose numbers are not eager's to what makes them so.
 
 First the model is called, with checks in every replay: where one finds a fault, the segment of it runs eagerly while
-all others replay, and if the numbers are then right, that is it. Where none does, passes are left out one by one,
-values between steps tell a break that got the right numbers and gave wrong ones, and segments run eagerly in part.
+all others replay, and if the numbers are then right, that is it. Where none does, values between steps tell a break
+that got the right numbers and gave wrong ones, segments run eagerly in part, and passes are left out one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -116,11 +116,11 @@ def bisect(
     """
     calls = Calls(built, lengths, options or {}, seed)
     progress("calls")
-    seen = calls.run()
+    seen = calls.run(looking=True)
     found = Bisection(built.label, calls.lengths, seen)
     if seen.call is None:
         return found
-    calls.lengths = calls.lengths[: seen.call + 1]
+    calls.lengths = calls.lengths[: seen.last + 1]
     search = _Search(calls, seen, progress)
     found = replace(found, culprit=search.culprit(), trials=tuple(search.trials))
     if out is not None:
@@ -144,7 +144,13 @@ class _Search:
                 f"The graphs that Dynamo traced, run as they are, differ from the model{difference.where}: "
                 f"{difference.what}. It is not this backend.",
             )
-        return self._of_faults() or self._of_passes() or self._of_breaks() or self._of_segments() or self._unknown()
+        if (fault := self._of_faults()) is not None:
+            return fault
+        # Where it is right without captures, passes come last: without one that marks breaks, all is captured otherwise.
+        captured = self._trial("nothing captured, no segment compiled", capture="off", segment_compiler="eager")
+        searches = (self._of_breaks, self._of_segments, self._of_passes)
+        found = (search() for search in (searches if captured else searches[::-1]))
+        return next((culprit for culprit in found if culprit is not None), None) or self._unknown()
 
     def _trial(self, changed: str, **given: Any) -> bool:
         self._progress(changed)
@@ -154,11 +160,13 @@ class _Search:
         return seen.difference is None
 
     def _of_faults(self) -> Culprit | None:
-        """A fault that a check has found; of a segment only if running it eagerly mends the numbers."""
+        """A fault that a check has found; of a segment only if the numbers are right without its replay or its code."""
         tried: set[int] = set()
         for _, fault in self._seen.faults:
             if fault.step_kind == "break":
                 return Culprit("break", f"{fault.place}: {fault.what}", fault)
+            if fault.kind == "compiler" and self._trial("no segment compiled", segment_compiler="eager"):
+                return Culprit("operation", fault.place, fault)
             if fault.step in tried:
                 continue
             tried.add(fault.step)
@@ -174,7 +182,6 @@ class _Search:
         return None
 
     def _of_passes(self) -> Culprit | None:
-        self._trial("nothing captured, no segment compiled", capture="off", segment_compiler="eager")
         left_out = Options.parse(self._calls.options).disable_passes
         changed = {p.name for plan in self._seen.plans for p in plan.passes if p.changes}
         for name in sorted(changed):

@@ -12,7 +12,6 @@ one is read unseen.
 
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -39,7 +38,7 @@ class EmulatedCapture:
         self._device = device.type
         self._bytes = 0
         self._strict = strict
-        self._held: list[weakref.ref[torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -52,7 +51,7 @@ class EmulatedCapture:
         with units_seen_by(tape.note_unit), tape:
             result = segment(*args)
         if self._strict:
-            self._held += [weakref.ref(made) for made in tape.made]
+            self._held += tape.made
         self._bytes += sum(result.untyped_storage().nbytes() for note in tape.notes for result in note[3])
         return result, partial(_play, tuple(tape.notes), self._device)
 
@@ -64,11 +63,11 @@ class EmulatedCapture:
     def before_replay(self) -> None:
         """There are no streams; if it is strict, nothing of the last replay is left."""
         for held in self._held:
-            if (made := held()) is not None:
-                spoil(made)
+            spoil(held)
 
     def release(self) -> None:
-        """The tapes hold all there is."""
+        """The tapes hold all there is, but for what is spoiled."""
+        self._held.clear()
 
 
 _AUTOCAST = ("cpu", "cuda")
