@@ -3,6 +3,7 @@
 Everything that needs torch is imported by the test that asks for it.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Generator, Iterator
@@ -76,8 +77,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Run a marked test under the sanitizer."""
     if item.get_closest_marker(MARKER) is None:
         return (yield)
-    with _checked(item):
-        result = yield
+    try:
+        with _checked(item):
+            result = yield
+    except Exception as error:
+        if getattr(error, "says_where", False):
+            _cut(error)
+        raise
     if not any(checks.checked for checks in item.stash[_checks]):
         warnings.warn(
             pytest.PytestWarning(
@@ -97,6 +103,16 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     finally:
         if item.get_closest_marker(MARKER) is not None:
             sys.modules["bcg_compiler"].reset()
+
+
+def _cut(error: Exception) -> None:
+    """Let the traceback of a fault end at the call in the test: what is behind it is torch, and generated code."""
+    inside = os.path.dirname(str(sys.modules["torch"].__file__))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if trace.tb_next.tb_frame.f_code.co_filename.startswith(inside):
+            trace.tb_next = None
+        trace = trace.tb_next
 
 
 _checks = pytest.StashKey[list[Any]]()

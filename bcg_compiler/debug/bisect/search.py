@@ -80,13 +80,13 @@ def bisect_model(
 ) -> Bisection:
     """Build the model called ``name`` (see ``bcg_compiler.models.zoo``), and ``bisect`` it.
 
-    It is called ``calls`` times: at ``lengths`` in tokens, or at ``length``; with a ladder at one token fewer each
-    time, so that some calls are padded. ``out`` is the file that the reproduction is written to.
+    It is called ``calls`` times: at ``lengths`` in tokens, or at ``length``; with a ladder at one token fewer after
+    the first call, so that some calls are padded, or replayed at their own length if nothing is. ``out`` is the file that the reproduction is written to.
     """
     with building(name):
         built = zoo.build(name, layers=layers, device=device, dtype=dtype, config=config, seed=seed)
     padded = Options.parse(options).ladder is not None
-    chosen = tuple(lengths or (max(1, length - call * padded) for call in range(calls)))
+    chosen = tuple(lengths or (max(1, length - (padded and call > 0)) for call in range(calls)))
     recipe = Recipe(
         name=name,
         build=dict(layers=layers, device=str(device), dtype=dtype, seed=seed, config=dict(config or {}) or None),
@@ -146,7 +146,7 @@ class _Search:
             )
         if (fault := self._of_faults()) is not None:
             return fault
-        # Where it is right without captures, passes come last: without one that marks breaks, all is captured otherwise.
+        # Right without captures: passes come last, as without one that marks breaks other things are captured.
         captured = self._trial("nothing captured, no segment compiled", capture="off", segment_compiler="eager")
         searches = (self._of_breaks, self._of_segments, self._of_passes)
         found = (search() for search in (searches if captured else searches[::-1]))
