@@ -81,7 +81,8 @@ def bisect_model(
     """Build the model called ``name`` (see ``bcg_compiler.models.zoo``), and ``bisect`` it.
 
     It is called ``calls`` times: at ``lengths`` in tokens, or at ``length``; with a ladder at one token fewer after
-    the first call, so that some calls are padded, or replayed at their own length if nothing is. ``out`` is the file that the reproduction is written to.
+    the first call, so that some calls are padded, or replayed at their own length if nothing is. ``out`` is the file
+    that the reproduction is written to.
     """
     with building(name):
         built = zoo.build(name, layers=layers, device=device, dtype=dtype, config=config, seed=seed)
