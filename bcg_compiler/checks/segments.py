@@ -107,9 +107,9 @@ class SegmentCheck:
             wanted = self._operations(given, self._expected)
         left, right = (*results, *args), (*(wanted or ()), *given)
         if wanted is not None and self._eagerly:
-            for place, value in zip(left, right, strict=True):
-                if isinstance(place, Tensor) and place is not value:
-                    _cut(place, value.shape).copy_(value)
+            if rows is not None:  # what stands in padded rows may be an index
+                _put(results, self._operations(in_bucket, []) or ())
+            _put(left, right)
             return None
         replay()
         if wanted is None:
@@ -258,6 +258,13 @@ def _cut(value: Any, shape: Sequence[int]) -> Any:
         if size < value.shape[dim]:
             value = value.narrow(dim, 0, size)
     return value
+
+
+def _put(places: Sequence[Any], values: Sequence[Any]) -> None:
+    """Copy values to where they belong; of a place with more rows, to its first ones."""
+    for place, value in zip(places, values, strict=bool(values)):
+        if isinstance(place, Tensor) and place is not value:
+            _cut(place, value.shape).copy_(value)
 
 
 def _apart(args: Sequence[Any]) -> list[Any]:

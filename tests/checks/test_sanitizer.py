@@ -52,6 +52,23 @@ def test_what_is_right_passes_and_was_looked_at() -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
+def test_what_a_segment_writes_is_written_once() -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls[:1].add_(1)
+            x.mul_(2)
+            return x * self.calls[0]
+
+    model = Counts()
+    given = [torch.full((2, 2), float(i)) for i in range(4)]
+    assert calls(model, *given) == 3
+    assert model.calls.tolist() == [4, 0] and [x[0, 0].item() for x in given] == [0, 2, 4, 6]
+
+
 def test_a_break_body_runs_once_for_each_call() -> None:
     seen: list[float] = []
 

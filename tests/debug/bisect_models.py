@@ -104,6 +104,35 @@ class Sorts(Right):
         return there.gather(1, back[..., None].expand_as(h))
 
 
+@bcg.eager_break(fake=torch.empty_like, writes_every_row=True)
+def sine(x: Tensor) -> Tensor:
+    """Works row by row."""
+    return x.sin()
+
+
+@bcg.eager_break(fake=torch.empty_like)
+def sine_of_live_rows(x: Tensor) -> Tensor:
+    """The same, and padded rows of its result are cleared."""
+    return x.sin()
+
+
+class SortsOverBreak(Right):
+    """The same with a break in between: where live rows stand among all rows of a bucket is an input of a segment."""
+
+    body = staticmethod(sine)
+
+    def between(self, h: Tensor) -> Tensor:
+        order = h.sum(-1).argsort(1)
+        there = self.body(h.gather(1, order[..., None].expand_as(h)))
+        return torch.zeros_like(h).scatter(1, order[..., None].expand_as(h), there)
+
+
+class SortsAndLosesRows(SortsOverBreak):
+    """A live row that is sorted behind others is cleared as if it were a padded one."""
+
+    body = staticmethod(sine_of_live_rows)
+
+
 def wrong_relu(module: torch.fx.GraphModule, fakes: Any) -> Any:
     """A segment compiler that adds a tenth to each relu."""
 

@@ -39,10 +39,12 @@ def test_a_right_model_has_no_culprit(name: str) -> None:
     assert found.seen.replays == 3 and found.seen.tensors == 4 * 2 and not found.seen.faults
 
 
-def test_rows_that_are_sorted_and_sorted_back_are_no_culprit() -> None:
+@pytest.mark.parametrize("name", ["Sorts", "SortsOverBreak"])
+def test_rows_that_are_sorted_and_sorted_back_are_no_culprit(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Live rows of what is sorted differ in a bucket, and those of the results do not."""
-    found = find("Sorts", length=32, **PADDED)
+    found = find(name, length=32, **PADDED)
     assert found.equal and not found.seen.faults and found.seen.replays == 3
+    assert "is not checked" not in caplog.text
 
 
 def test_what_an_operation_reads_on_the_host() -> None:
@@ -61,6 +63,16 @@ def test_padded_rows_that_reach_live_ones() -> None:
     assert found.culprit is not None and found.culprit.fault is not None
     assert found.culprit.fault.kind == "padding" and found.culprit.fault.rows == (31, 32)
     assert line_of(found) == "return h - h.mean(1, keepdim=True)" and found.trials[0].equal
+
+
+def test_live_rows_that_stand_where_a_break_clears_padded_ones() -> None:
+    found = find("SortsAndLosesRows", length=32, **PADDED)
+    assert found.culprit is not None and found.culprit.fault is not None
+    assert found.culprit.fault.kind == "padding" and "gather" in line_of(found)
+    assert [(trial.changed, trial.equal) for trial in found.trials] == [
+        ("segment 0 run eagerly", False),  # the next one still scatters padded rows
+        ("all segments run eagerly", True),
+    ]
 
 
 def test_a_segment_compiler_that_computes_something_else() -> None:

@@ -174,9 +174,8 @@ class _Search:
             only = fault.step
             if self._trial(f"segment {only} run eagerly", eagerly=lambda step, only=only: step.index == only):
                 return Culprit("operation", fault.place, fault)
-        if len(tried) > 1 and self._trial(
-            f"segments {', '.join(map(str, sorted(tried)))} run eagerly", eagerly=lambda step: step.index in tried
-        ):
+        # Not by itself: others go on with what it has left in padded rows, say, or have a fault of their own.
+        if tried and self._trial("all segments run eagerly", eagerly=lambda step: True):
             first = {fault.step: fault for _, fault in reversed(self._seen.faults) if fault.step in tried}
             places = [first[step].place for step in sorted(first)]
             return Culprit("operation", "; and ".join(places), first[min(first)])
