@@ -1,6 +1,7 @@
 """The plugin of pytest, in test runs of its own."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -227,7 +228,7 @@ def test_after():
 def test_the_marker_shows_what_is_frozen_in_marked_tests_only(project: pytest.Pytester) -> None:
     project.makepyfile(test_it=SANITIZED)
     result = run(project, "--strict-markers")
-    result.assert_outcomes(passed=4, failed=1, warnings=1)
+    result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(
         [
             "*_ test_marked _*",
@@ -236,6 +237,12 @@ def test_the_marker_shows_what_is_frozen_in_marked_tests_only(project: pytest.Py
         ]
     )
     result.stdout.fnmatch_lines(["*test_once is marked bcg_sanitizer, and no segment was replayed in it*"])
+
+
+def test_the_plugin_is_not_loaded_twice_where_it_is_installed_and_named() -> None:
+    """pytest looks for a plugin of ``-p`` among the entry points by its name first."""
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert declared["project"]["entry-points"]["pytest11"] == {PLUGIN[1]: PLUGIN[1]}
 
 
 def test_a_run_that_asks_for_nothing_imports_no_torch(pytester: pytest.Pytester) -> None:
@@ -251,6 +258,7 @@ def test_a_run_that_asks_for_nothing_imports_no_torch(pytester: pytest.Pytester)
     pytester.runpytest_subprocess(*PLUGIN).assert_outcomes(passed=1)
 
 
+@pytest.mark.nightly
 def test_workers_of_xdist_write_and_tell(project: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     project.makepyfile(test_it=PLAN_TEST.replace("def test_plan", "def test_other(): pass\n\ndef test_plan"))
