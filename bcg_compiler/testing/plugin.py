@@ -65,9 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fixtures of a marked test may compile, too; nothing that was compiled without checks is left."""
     if item.get_closest_marker(MARKER) is None:
         return (yield)
-    import bcg_compiler
-
-    bcg_compiler.reset()
+    _reset()
     with _checked(item):
         return (yield)
 
@@ -102,7 +100,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         if item.get_closest_marker(MARKER) is not None:
-            sys.modules["bcg_compiler"].reset()
+            _reset()
+
+
+def _reset() -> None:
+    """Drop all compiled code."""
+    from bcg_compiler.runtime import reset
+
+    reset()
 
 
 def _cut(error: Exception) -> None:

@@ -240,7 +240,7 @@ def test_the_marker_shows_what_is_frozen_in_marked_tests_only(project: pytest.Py
 
 
 def test_the_plugin_is_not_loaded_twice_where_it_is_installed_and_named() -> None:
-    """pytest looks for a plugin of ``-p`` among the entry points by its name first."""
+    """Pytest looks for a plugin of ``-p`` among the entry points by its name first."""
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert declared["project"]["entry-points"]["pytest11"] == {PLUGIN[1]: PLUGIN[1]}
 
