@@ -25,6 +25,9 @@ from rich.text import Text
 
 from bcg_compiler.buckets import Ladder
 from bcg_compiler.debug import golden, screen, words
+from bcg_compiler.debug.bisect import bisect_model
+from bcg_compiler.debug.bisect.search import CALLS
+from bcg_compiler.debug.bisect.view import bisection_view
 from bcg_compiler.debug.bucket_times import FORM, read_times
 from bcg_compiler.debug.diff import diff_plans, diff_view, plans_of
 from bcg_compiler.debug.doctor import examine, health_view, kernels_line, layout_view
@@ -578,6 +581,53 @@ def check(
         verdict = golden.compare(golden.Golden.read(file), now)
         out.print(golden.verdict_view(verdict, found.plans))
     raise typer.Exit(1 if verdict.grown else 0)
+
+
+@app.command(short_help="Find what makes MODEL give other numbers than eager.")
+def bisect(
+    model: Model,
+    device: Device = "cpu",
+    dtype: DtypeOption = Dtype.float32,
+    layers: Layers = None,
+    length: Annotated[int, typer.Option(min=1, help="Prompt length, in tokens.")] = 128,
+    lengths: LengthsFile = None,
+    calls: Annotated[int | None, typer.Option(min=1, help=f"How many calls. Default: {CALLS}, or all of FILE.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the prompts.")] = 0,
+    ladder: LadderSpec = None,
+    assume: Assume = False,
+    option: OptionPairs = None,
+    config: ConfigPairs = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a Python file that shows the difference by itself.")
+    ] = None,
+) -> None:
+    """Find the pass, break, segment or operation that makes MODEL give other numbers than eager, and its line.
+
+    Exits with 1 if anything differs, with 0 if nothing does, and with 2 if what was asked for is not possible.
+    """
+    with _quiet(), _errors_in_words():
+        options = _options(option, ladder, assume)
+        prompts = None if lengths is None else _prompts(lengths, calls)[0]
+        if ladder is not None:
+            options["ladder"] = read_ladder(ladder, prompts or [length])
+        where = _device(device)
+        _look_here(model)
+        with screen.console(stderr=True).status("comparing with eager"):
+            found = bisect_model(
+                model,
+                lengths=prompts,
+                length=length,
+                calls=calls or CALLS,
+                layers=layers,
+                device=where,
+                dtype=getattr(torch, dtype),
+                config=_pairs(config),
+                options=options,
+                seed=seed,
+                out=out,
+            )
+        screen.console().print(bisection_view(found))
+    raise typer.Exit(0 if found.equal else 1)
 
 
 def main() -> None:

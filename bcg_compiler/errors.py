@@ -7,6 +7,9 @@ from collections.abc import Iterable
 class BcgError(Exception):
     """Base of all errors of this package."""
 
+    #: Whether the message says which operation it is about: then nobody adds a note of where it was raised.
+    says_where = False
+
 
 class OptionError(BcgError, ValueError):
     """An option that does not exist, has a wrong type, or an unusable value."""

@@ -4,7 +4,8 @@ A name is one of
 
 * a zoo name (``names()``): a small configuration of a transformers architecture with random weights;
 * a folder with a Hugging Face ``config.json``: its safetensors weights if it holds any, random ones otherwise;
-* ``package.module:factory``: a callable without arguments that returns a module, or ``(module, make_inputs)``.
+* ``package.module:factory``, or ``path/to/file.py:factory``: a callable without arguments that returns a module, or
+  ``(module, make_inputs)``.
 """
 
 from __future__ import annotations
@@ -370,6 +371,12 @@ def _special_ids(config: Any) -> set[int]:
 
 def _build_factory(name: str) -> tuple[torch.nn.Module, MakeInputs]:
     module_name, _, attribute = name.partition(":")
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
+        if not path.is_file():
+            raise ModelNotFound(f"there is no file {path} for the model {name!r}")
+        sys.path.insert(0, str(path.parent))  # for its own imports, as if it were run
+        module_name = path.stem
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

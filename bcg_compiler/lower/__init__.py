@@ -13,7 +13,7 @@
 
 from bcg_compiler.lower.compiled import CompiledUnit, units_seen_by
 from bcg_compiler.lower.marked import marked
-from bcg_compiler.lower.program import Lowered, lower, lower_prefix
+from bcg_compiler.lower.program import Lowered, lower, lower_noted, lower_prefix
 from bcg_compiler.lower.replay import Captured, Code, write_replay
 from bcg_compiler.lower.stubs import Stub
 from bcg_compiler.lower.texts import GENERATED, Texts
@@ -32,6 +32,7 @@ __all__ = [
     "Texts",
     "UnitCompiler",
     "lower",
+    "lower_noted",
     "lower_prefix",
     "marked",
     "units_seen_by",

@@ -82,9 +82,11 @@ class Emitter:
         mode_nodes: Mapping[int, Node],
         of_break: Callable[[BoundBreak], Callable[..., Any]],
         device: str,
+        around: Callable[[Node, Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self.namespace = namespace
         self._of_break = of_break
+        self._around = around
         self._device = device
         self._ordinals = ordinals
         self._constants = constants
@@ -150,6 +152,8 @@ class Emitter:
         hint = _hint(target)
         if isinstance(target, BoundBreak):
             target = self._of_break(target)
+        if self._around is not None:
+            target = self._around(node, target)
         return f"{self.namespace.bind(target, hint)}({', '.join(args + kwargs)})"
 
     def _with_items(self, mode: ModeState) -> str:

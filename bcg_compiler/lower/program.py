@@ -8,7 +8,7 @@ from bcg_compiler.facts import AnnotatedGraph
 from bcg_compiler.lower.stubs import Stub, write_stubs
 from bcg_compiler.lower.texts import Texts
 from bcg_compiler.lower.writer import Code, Writer
-from bcg_compiler.plan import Plan, Step
+from bcg_compiler.plan import Plan, PlanNode, Step
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,26 @@ def lower_prefix(graph: AnnotatedGraph, plan: Plan, step: Step, count: int) -> C
     _write_segment(writer, replace(part, units=()), {})
     run: Callable[..., None] = writer.compile(f"prefix of segment {step.index}", segment_name(part)).made
     return run
+
+
+def lower_noted(graph: AnnotatedGraph, plan: Plan, step: Step) -> Code:
+    """A segment, uncompiled: ``made`` is a function of ``note`` and of the segment's arguments, and gives its results.
+
+    ``note`` is called with the ordinal and the value of each node as soon as it is made, and with those of each value
+    that a node has written.
+    """
+    writer = Writer(graph, plan)
+    made = {n.ordinal for n in step.nodes if writer.nodes[n.ordinal].users}
+
+    def written(node: PlanNode) -> list[str]:
+        writes = writer.facts(node).writes
+        given = [f for n in writer.nodes[node.ordinal].all_input_nodes if (f := graph.producer_facts(n)) is not None]
+        return [f"note({f.ordinal}, v{f.ordinal})" for f in given if f.specs and f.results & writes]
+
+    writer.line(f"    def {segment_name(step)}({', '.join(['note', *writer.names(step.inputs)])}):")
+    writer.statements(step, "        ", noted=made, after=written)
+    writer.line(f"        return {', '.join(writer.names(step.outputs))}")
+    return writer.compile(f"notes of segment {step.index}", segment_name(step))
 
 
 def segment_name(step: Step) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Node
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import AnnotatedGraph
@@ -50,13 +51,23 @@ class Captured:
     bound: Mapping[str, Any]
 
 
-def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, name: str, texts: Texts | None = None) -> Code:
+def write_replay(
+    graph: AnnotatedGraph,
+    plan: Plan,
+    captured: Captured,
+    name: str,
+    texts: Texts | None = None,
+    around: Callable[[Node, Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Code:
     """Compile the replay function: it takes the graph's arguments in order and returns its results.
 
     Arguments are ``a<ordinal>``; ``v<ordinal>`` is the value that steps work with: a slot, a buffer of the pool, or
     what the last break made. No loop, no module call, no pytree. ``texts`` keeps the text under ``name``.
+
+    For checks, ``around`` gives what is called for a node of a break, and ``note`` (of ``captured.bound``) is then told
+    what each break gives.
     """
-    writer = Writer(graph, plan, of_break=BoundBreak.direct)
+    writer = Writer(graph, plan, of_break=BoundBreak.direct, around=around)
     writer.namespace.objects.update(captured.bound)
     for ordinal, value in captured.values.items():
         writer.namespace.objects[f"v{ordinal}"] = value
@@ -74,7 +85,7 @@ def write_replay(graph: AnnotatedGraph, plan: Plan, captured: Captured, name: st
         filled = " = ".join(f"filled_{ordinal}" for ordinal in captured.write_backs)
         writer.line(f"        {filled} = False")
         writer.line("        try:")
-    _write_body(writer, plan, captured, indent)
+    _write_body(writer, plan, captured, indent, told=around is not None)
     if guarded:
         # What was written before an exception stays written, as in eager code.
         writer.line("        except BaseException:")
@@ -115,7 +126,7 @@ class _WriteBacks:
         return lines
 
 
-def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> None:
+def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str, told: bool) -> None:
     _name_inputs(writer, plan, captured, indent)
     backs = _WriteBacks(writer, captured)
     live = set(plan.inputs) - set(captured.values)
@@ -143,6 +154,9 @@ def _write_body(writer: Writer, plan: Plan, captured: Captured, indent: str) -> 
                     step,
                     next(n for n in step.nodes if n.ordinal == ordinal),
                 )
+        for ordinal in step.outputs if told else ():
+            if ordinal not in step.fixed:
+                writer.line(f"{indent}note({ordinal}, v{ordinal})")
         live.update(set(step.outputs) - set(step.fixed))
         if dead := [f"v{ordinal}" for ordinal in step.frees if ordinal in live]:
             writer.line(f"{indent}del {', '.join(dead)}")

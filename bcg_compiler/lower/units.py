@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,20 @@ class UnitCompiler:
             yield
         for code in codes:
             self._texts.compiled(f"units/{key}", code)
+
+    def with_every_value(
+        self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]
+    ) -> tuple[tuple[int, ...], Callable[..., Any]] | None:
+        """A unit compiled once more so that it gives the values of all its nodes: their ordinals, and the code.
+
+        ``None`` if it cannot be. To see which operation a compiler gets wrong; that it keeps all values may mend it.
+        """
+        every = tuple(o for o in unit.nodes if isinstance(graph.fakes.get(nodes[o]), torch.Tensor))
+        whole = replace(unit, outputs=every)
+        try:
+            return every, self._compile(unit_graph(graph, whole, nodes), _fakes(graph, whole, nodes))
+        except Exception:
+            return None
 
     def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
         if self._toolless:

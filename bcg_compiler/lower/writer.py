@@ -52,11 +52,16 @@ def _itself(target: BoundBreak) -> BoundBreak:
 class Writer:
     """Collects the body of one ``make`` function; everything that the text refers to is bound in its closure.
 
-    ``of_break`` gives what the text calls for a break: by default the break itself, with its checks.
+    ``of_break`` gives what the text calls for a break: by default the break itself, with its checks; ``around`` what is
+    called in place of the function of any node.
     """
 
     def __init__(
-        self, graph: AnnotatedGraph, plan: Plan, of_break: Callable[[BoundBreak], Callable[..., Any]] = _itself
+        self,
+        graph: AnnotatedGraph,
+        plan: Plan,
+        of_break: Callable[[BoundBreak], Callable[..., Any]] = _itself,
+        around: Callable[[Node, Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         facts = graph.known
         self.graph = graph
@@ -71,6 +76,7 @@ class Writer:
             graph.mode_nodes,
             of_break,
             graph.device,
+            around,
         )
         self._text: list[str] = []
         self._lines: dict[int, tuple[Step, PlanNode]] = {}

@@ -4,6 +4,7 @@ import linecache
 import weakref
 from types import TracebackType
 
+from bcg_compiler.errors import BcgError
 from bcg_compiler.lower import Code
 from bcg_compiler.plan import PlanNode, Step
 
@@ -39,7 +40,7 @@ class Lines:
 
     def say_where(self, error: Exception) -> None:
         """Add the step, the operation and the user's line to an exception; the exception itself stays as it is."""
-        found = self.where(error)
+        found = None if isinstance(error, BcgError) and error.says_where else self.where(error)
         if found is None:
             return
         step, node = found

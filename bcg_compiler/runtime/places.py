@@ -93,9 +93,10 @@ class Places:
         self._last = None
 
     def _drop(self, key: tuple[int, ...]) -> None:
+        # First: what dies with the captures may be another of its tensors, which calls this again.
+        self._dropped.append(self._watched.pop(key))
         self._places.pop(key, None)
         self._last = None
-        self._dropped.append(self._watched.pop(key))
         emptied = self._emptied()
         if not self._places and emptied is not None:
             emptied()

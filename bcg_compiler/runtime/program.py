@@ -37,6 +37,7 @@ from bcg_compiler.runtime.places import Place, Places
 from bcg_compiler.runtime.recording import Capture, record, rehearse
 from bcg_compiler.runtime.trial import find_uncapturable
 from bcg_compiler.runtime.unsplit import released
+from bcg_compiler.runtime.watch import watching
 
 #: How many answers about admission a program keeps: as many as there are lengths, mostly.
 ADMISSIONS = 10_000
@@ -101,6 +102,7 @@ class Program:
         self.recaptures = 0
         self._options = options
         self._again = again
+        self._watch = watching()
         self._lock = threading.Lock()
         self._runner = 0  # the thread that holds the lock
         self._lines = Lines()
@@ -396,6 +398,9 @@ class Program:
     ) -> Capture:
         compiled = self._compiled
         name = _name_for("replay", self._open_sizes(args, bucket))
+        watch = None
+        if self._watch is not None:
+            watch = self._watch.capture(compiled.graph, self.plan, compiled.compiler, bucket, self._lines.add)
         return record(
             compiled.graph,
             compiled.plan,
@@ -408,6 +413,7 @@ class Program:
             bucket,
             self._options.outputs,
             compiled.texts,
+            watch,
         )
 
     def _open_sizes(self, args: Sequence[Any], bucket: Bucket | None) -> Mapping[str, int]:
@@ -643,6 +649,8 @@ class Program:
     def _make_device(self) -> CaptureDevice:
         device = torch.device(self.plan.device)
         wanted = self._options.capture
+        if self._watch is not None and (watched := self._watch.device(device, wanted)) is not None:
+            return watched
         if wanted == "cuda" or (wanted == "auto" and device.type == "cuda"):
             return CudaCapture(device)
         return EmulatedCapture(device)

@@ -21,6 +21,7 @@ from bcg_compiler.runtime.arena import Arena
 from bcg_compiler.runtime.buckets import Bucket
 from bcg_compiler.runtime.capture import CaptureDevice, Replay
 from bcg_compiler.runtime.pads import Pads
+from bcg_compiler.runtime.watch import CaptureWatch
 
 
 class Capture(NamedTuple):
@@ -47,13 +48,15 @@ def record(
     bucket: Bucket | None = None,
     outputs: Literal["copy", "alias"] = "copy",
     texts: Texts | None = None,
+    watch: CaptureWatch | None = None,
 ) -> Capture:
     """Capture every segment of ``plan`` at the addresses of ``args`` and write the function that replays them.
 
     Nothing computes: segments are recorded; of breaks only what looks at memory or allocates is done, and their
     stubs. ``forms`` are what the breaks' results look like. Slots and bridges lie in ``arena``; with a ``bucket`` they
-    have its rows. ``texts`` keeps the text of the function under ``name``. Raises ``SegmentError`` where a segment
-    could not be captured; whatever else is raised is of a stub, a barrier or an allocation.
+    have its rows. ``texts`` keeps the text of the function under ``name``. ``watch`` looks at segments and breaks as
+    they are captured and replayed. Raises ``SegmentError`` where a segment could not be captured; whatever else is
+    raised is of a stub, a barrier or an allocation.
     """
     # Aliases of parameters and not they themselves: a capture must not keep a deleted model alive.
     values: dict[int, Any] = {
@@ -75,9 +78,12 @@ def record(
         for step in plan.steps:
             if step.kind == "segment":
                 taken = tuple(values[o] for o in step.inputs if o in values)
+                segment = lowered.segments[step.index]
+                if watch is not None:
+                    segment = watch.segment(step, segment, taken)
                 try:
                     with captured_context():
-                        result, replays[step.index] = device.capture(lowered.segments[step.index], taken)
+                        result, replays[step.index] = device.capture(segment, taken)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:
@@ -85,6 +91,9 @@ def record(
                 results = (result,) if len(step.outputs) == 1 else result or ()
                 values.update(zip(step.outputs, results, strict=True))
                 made.update((o, references.of(values[o])) for o in step.outputs)
+                if watch is not None:
+                    left = tuple(made[o] for o in step.outputs)
+                    replays[step.index] = watch.replay(step, taken, left, replays[step.index])
                 del result, results
             elif step.index in lowered.fixed:
                 fixed = lowered.fixed[step.index]
@@ -102,6 +111,8 @@ def record(
     given = dict(zip(plan.inputs, args, strict=True))
     results, bound = _Results(graph, plan, given, slots, made, bridges, pads, outputs).expressions()
     bound |= {"fill_slot": memory.fill_slot, "fill_bridge": memory.fill_bridge, **pads.functions()}
+    if watch is not None:
+        bound["note"] = watch.note
     fills, kernels = pads.fills(slots)
     bound |= kernels
     write_backs = {slot.ordinal: pads.write_back(slot, slots[slot.ordinal]) for slot in plan.slots if slot.written}
@@ -117,10 +128,11 @@ def record(
         results=results,
         bound=bound,
     )
-    code = write_replay(graph, plan, captured, name, texts)
+    code = write_replay(graph, plan, captured, name, texts, None if watch is None else watch.around)
+    run = code.made if watch is None else watch.call(code.made, lowered.run)
     known = made | bridges
     tensors = {i: [known[o] for o in filled if isinstance(known.get(o), Tensor)] for i, filled in unwritten.items()}
-    return Capture(code.made, code, replays, tensors, None if bucket is None else bucket.rows)
+    return Capture(run, code, replays, tensors, None if bucket is None else bucket.rows)
 
 
 def _bridges(plan: Plan, forms: Mapping[int, Any], arena: Arena) -> dict[int, Tensor]:

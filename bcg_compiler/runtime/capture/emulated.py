@@ -4,6 +4,10 @@ It shows the faults of a CUDA graph without one: a Python number is frozen, a re
 address, a result is overwritten by the next replay, an operation that asks the host cannot be captured. How: while a
 segment is recorded its functional operations get results of the right form without values (shape and strides from a
 fake run), views are real views, writes are only noted. A replay runs the notes.
+
+``strict`` shows more: what a custom operation written in Python reads on the host is frozen, as the operations that it
+calls are recorded and not itself; and what a program holds is rubbish before each replay, so that nothing of an earlier
+one is read unseen.
 """
 
 import sys
@@ -14,10 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from bcg_compiler.compat.fake import FakeTensorMode, storage_key
+from bcg_compiler.compat.ops import python_body
 from bcg_compiler.lower import GENERATED, CompiledUnit, units_seen_by
 from bcg_compiler.runtime.capture.protocol import CaptureError, Replay
 from bcg_compiler.runtime.memory import set_inference
@@ -29,9 +34,11 @@ class EmulatedCapture:
     name = "emulated"
     keeps_memory = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, strict: bool = False) -> None:
         self._device = device.type
         self._bytes = 0
+        self._strict = strict
+        self._held: list[torch.Tensor] = []
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -40,9 +47,11 @@ class EmulatedCapture:
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)`` as a tape."""
-        tape = _Recorder()
+        tape = _Recorder(self._device if self._strict else None)
         with units_seen_by(tape.note_unit), tape:
             result = segment(*args)
+        if self._strict:
+            self._held += tape.made
         self._bytes += sum(result.untyped_storage().nbytes() for note in tape.notes for result in note[3])
         return result, partial(_play, tuple(tape.notes), self._device)
 
@@ -52,10 +61,13 @@ class EmulatedCapture:
         return self._bytes
 
     def before_replay(self) -> None:
-        """There are no streams."""
+        """There are no streams; if it is strict, nothing of the last replay is left."""
+        for held in self._held:
+            spoil(held)
 
     def release(self) -> None:
-        """The tapes hold all there is."""
+        """The tapes hold all there is, but for what is spoiled."""
+        self._held.clear()
 
 
 _AUTOCAST = ("cpu", "cuda")
@@ -87,15 +99,20 @@ def _generated_line() -> tuple[str, int] | None:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, strict_on: str | None = None) -> None:
         super().__init__()
         self.notes: list[_Note] = []
+        self.made: list[torch.Tensor] = []
+        self._strict_on = strict_on
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             raise CaptureError(f"{func.name()} is a higher-order operation: its parts are not seen when captured")
+        if self._strict_on is not None and (body := python_body(func, self._strict_on)) is not None:
+            with self:
+                return body(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise CaptureError(f"{func.name()} reads a value on the host while it is captured")
         if func.namespace != "prim" and func.has_kernel_for_dispatch_key(
@@ -153,9 +170,10 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and torch.is_inference_mode_enabled():
                 set_inference(leaf)
         results = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
+        self.made += results
         if not results and not written and returns:
             return func(*args, **kwargs)  # a question about shapes, such as which attention kernel to take
-        if func not in _ALLOCATIONS:
+        if func not in ALLOCATIONS:
             self.notes.append((func, args, kwargs, tuple(results), _generated_line()))
         return tree_unflatten(made, structure)
 
@@ -171,7 +189,9 @@ class _Recorder(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
-_ALLOCATIONS = frozenset(
+
+#: What allocates and computes nothing.
+ALLOCATIONS = frozenset(
     {
         _aten.empty.memory_format,
         _aten.empty_strided.default,
@@ -180,6 +200,22 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     }
 )
+
+
+def at_replay(callback: Callable[[torch.Tensor], None], value: torch.Tensor) -> None:
+    """While a segment is recorded: have each replay call ``callback`` with what is then in ``value``, at this place."""
+    recorder = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Recorder)), None)
+    if recorder is not None:
+        recorder.notes.append((callback, (value,), {}, (), _generated_line()))
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Fill with what nobody means: NaN, or the largest integer, which is no index."""
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def _unexpanded(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
