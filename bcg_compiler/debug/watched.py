@@ -1,6 +1,7 @@
 """A model that is called over some prompts while a trace is on."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +54,11 @@ def watch_model(
     reset()
     compiled: Any = torch.compile(built.model, backend="bcg", options=dict(options) if options else None)
 
-    def call(length: int, number: int) -> None:
+    def call(length: int, number: int, timed: AbstractContextManager[None]) -> None:
         inputs = built.make_inputs(length, torch.Generator().manual_seed(seed + number))
         mark_open(inputs, open_dims)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), timed:  # inputs on their way to a device wait for the call before
                 compiled(**inputs)
         except Exception as error:
             if (users := user_error(error)) is not None:
@@ -66,11 +67,10 @@ def watch_model(
             raise
 
     for number in range(WARM_UPS if warm else 0):
-        call(lengths[0], number)
+        call(lengths[0], number, nullcontext())
     with trace(compiled, nvtx=nvtx) as timeline:
         for number, length in enumerate(lengths):
-            with timeline.call(f"{length} tokens"):
-                call(length, number)
+            call(length, number, timeline.call(f"{length} tokens"))
             progress(number + 1, len(lengths))
     captured_on = next((p.captured_on for p in programs_of(compiled) if p.captured_on), "")
     return Watched(timeline, captured_on, compiled, stats(compiled))
