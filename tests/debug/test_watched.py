@@ -33,7 +33,7 @@ def test_trace_prints_shares_and_writes_a_timeline(tmp_path: Path) -> None:
     assert code == 0
     assert "Graph 1: 3 replays. Medians in µs, the largest share first: step kind times host slowest share what" in out
     assert "break" in out and "breaks" in out and "of the host." in out and "The device is emulated" in out
-    assert "A call that only replays takes the host" in out and f"wrote {file}" in "".join(out)
+    assert "A call that only replays takes the host" in out and f"wrote{file}" in "".join(out.split())
     events = json.loads(file.read_text())["traceEvents"]
     assert [e["name"] for e in events if e.get("cat") == "call"] == ["16 tokens"] * 3
     assert sum(e.get("cat") == "replay" for e in events) == 3
