@@ -21,20 +21,27 @@ spoiled: list[str] = []
 computed: list[str] = []
 
 
+library = torch.library.Library("bcg_tests_trial", "FRAGMENT")
+
+
 def uncapturable(name: str) -> Callable[..., Any]:
-    """A custom op, declared capturable by mistake. Its fake runs when it is recorded, its body when it computes."""
+    """A custom op, declared capturable by mistake. Its fake runs when it is recorded, its body when it computes: one of
+    a library, whose body nobody looks into.
+    """
 
     def body(x: Tensor) -> Tensor:
         computed.append(name)
         return x + 1
 
-    op = torch.library.custom_op(f"bcg_tests_trial::{name}", body, mutates_args=())
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, body, "CompositeExplicitAutograd")
 
     def fake(x: Tensor) -> Tensor:
         spoiled.append(name)
         return torch.empty_like(x)
 
-    op.register_fake(fake)
+    torch.library.register_fake(f"bcg_tests_trial::{name}", fake)
+    op: Callable[..., Any] = getattr(torch.ops.bcg_tests_trial, name).default
     return op
 
 

@@ -3,11 +3,11 @@
 It shows the faults of a CUDA graph without one: a Python number is frozen, a rebound tensor is read at its old
 address, a result is overwritten by the next replay, an operation that asks the host cannot be captured. How: while a
 segment is recorded its functional operations get results of the right form without values (shape and strides from a
-fake run), views are real views, writes are only noted. A replay runs the notes.
+fake run), views are real views, writes are only noted. Of a custom operation written in Python the operations are
+recorded that it calls, so that what it reads on the host is frozen, too. A replay runs the notes.
 
-``strict`` shows more: what a custom operation written in Python reads on the host is frozen, as the operations that it
-calls are recorded and not itself; and what a program holds is rubbish before each replay, so that nothing of an earlier
-one is read unseen.
+``strict`` shows more: what a program holds is rubbish before each replay, so that nothing of an earlier one is read
+unseen.
 """
 
 import sys
@@ -47,7 +47,7 @@ class EmulatedCapture:
 
     def capture(self, segment: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Replay]:
         """Record ``segment(*args)`` as a tape."""
-        tape = _Recorder(self._device if self._strict else None)
+        tape = _Recorder(self._device)
         with units_seen_by(tape.note_unit), tape:
             result = segment(*args)
         if self._strict:
@@ -99,18 +99,18 @@ def _generated_line() -> tuple[str, int] | None:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, strict_on: str | None = None) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
         self.notes: list[_Note] = []
         self.made: list[torch.Tensor] = []
-        self._strict_on = strict_on
+        self._device = device
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             raise CaptureError(f"{func.name()} is a higher-order operation: its parts are not seen when captured")
-        if self._strict_on is not None and (body := python_body(func, self._strict_on)) is not None:
+        if (body := python_body(func, self._device)) is not None:
             with self:
                 return body(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
