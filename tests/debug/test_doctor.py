@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import bcg_compiler as bcg
-from bcg_compiler import cli
-from bcg_compiler.cli import app
+from bcg_compiler.cli import app, machine
 from bcg_compiler.debug import doctor
 from bcg_compiler.debug.doctor import examine, kernels_line
 from bcg_compiler.models.layers import attention, flashinfer, gpus, kernels
@@ -19,7 +18,7 @@ from bcg_compiler.models.layers.pages import PagePool
 @pytest.fixture(autouse=True)
 def _no_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has tests of its own."""
-    monkeypatch.setattr(cli, "self_test", lambda device: ())
+    monkeypatch.setattr(machine, "self_test", lambda device: ())
 
 
 def test_doctor_names_the_kernel_in_use_and_why_not_a_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
