@@ -22,7 +22,7 @@ def sanitizer() -> Iterator[Checks]:
     """Have all that is compiled within it captured on the emulated device, and each replay compared with eager code.
 
     The first fault is raised as ``SanitizerError`` by the call that shows it, with the operation and the user's line.
-    Effects of breaks happen once; the operations of segments run twice. Code that was compiled before has no checks:
+    The operations of segments run twice; effects of breaks happen once, and twice in a call whose padded rows differ. Code that was compiled before has no checks:
     ``bcg_compiler.reset()`` drops it. What is compiled with ``capture="off"`` is left as it is.
     """
 
