@@ -135,3 +135,42 @@ def test_numbers_that_a_region_reads_are_those_of_each_call() -> None:
         for one, other in ((1, 3), (4, 2), (2, 2)):
             given = torch.randn(5, 8), torch.tensor(one), torch.tensor(other)
             torch.testing.assert_close(compiled(*given), fn(*given))
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = scale
+
+    @region
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * self.scale
+
+
+class Stack(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(scale) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_numbers_that_layers_hold() -> None:
+    """The second value of a scale, which Dynamo opens and then closes again, was read from a number: a crash. What it
+    does not close within regions is read at each call.
+    """
+    compiled: Any = None
+    with torch.no_grad():
+        for scale in (0.5, 0.25, 0.125):
+            model = Stack(scale)
+            compiled = torch.compile(model, backend="bcg", options={"capture": "emulated", "min_segment_kernels": 1})
+            for _ in range(3):
+                x = torch.randn(3, 8)
+                want = x
+                for layer in model.layers:
+                    want = want + layer.linear(want) * layer.scale  # type: ignore[operator]
+                torch.testing.assert_close(compiled(x), want)

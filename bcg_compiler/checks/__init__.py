@@ -22,12 +22,14 @@ def sanitizer() -> Iterator[Checks]:
     """Have all that is compiled within it captured on the emulated device, and each replay compared with eager code.
 
     The first fault is raised as ``SanitizerError`` by the call that shows it, with the operation and the user's line.
-    The operations of segments run twice; effects of breaks happen once, and twice in a call whose padded rows differ. Code that was compiled before has no checks:
-    ``bcg_compiler.reset()`` drops it. What is compiled with ``capture="off"`` is left as it is.
+    The operations of segments run twice; effects of breaks happen once, and twice in a call whose padded rows differ.
+    Code that was compiled before has no checks: ``bcg_compiler.reset()`` drops it. What is compiled with
+    ``capture="off"`` is left as it is. ``Checks.first`` is the first fault, should somebody have caught the error.
     """
 
     def refuse(fault: Fault) -> None:
         __tracebackhide__ = True
+        checks.first = checks.first or fault
         raise SanitizerError(fault)
 
     checks = Checks(refuse, emulated=True)

@@ -29,7 +29,7 @@ class Checks:
 
     ``emulated``  whether to capture on the emulated device whatever the options say
     ``told``      is called with the values between steps
-    ``checked``   counts the replays of segments so far
+    ``checked``   counts the replays of segments so far; ``first`` is for the first fault
     ``eagerly``   says of a segment whether its operations run in place of its replay, at the exact number of rows
     """
 
@@ -45,6 +45,7 @@ class Checks:
         self.told = told
         self.eagerly = eagerly
         self.checked = 0
+        self.first: Fault | None = None
         self._emulated = emulated
 
     def device(self, device: torch.device, wanted: str) -> CaptureDevice | None:

@@ -169,6 +169,14 @@ def find_device(name: str, launch: Launch | None = None) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
+def check_file(path: Path | None) -> None:
+    """Say that a file cannot be written before the work is done rather than after it."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder: name a file.")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"Cannot write {path}: the folder {path.parent} does not exist.")
+
+
 @contextmanager
 def progress_bar(shown: bool = True) -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -193,7 +201,11 @@ def errors_in_words() -> Iterator[None]:
         if (users := user_error(error)) is not None:
             fail(str(users), 2)
         traceback.print_exc()
-        fail("The compiled model raised where eager did not. This is a fault of bcg_compiler, or of torch.", 1)
+        fail(
+            "The compiled model raised where eager did not, or the code did that makes its inputs: see the traceback. "
+            "If it is not yours, this is a fault of bcg_compiler, or of torch.",
+            1,
+        )
 
 
 def fail(message: str, code: int) -> None:

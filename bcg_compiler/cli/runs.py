@@ -23,6 +23,7 @@ from bcg_compiler.cli.arguments import (
 )
 from bcg_compiler.cli.common import (
     build_asked,
+    check_file,
     errors_in_words,
     find_device,
     find_launch,
@@ -142,6 +143,7 @@ def bisect(
     """
     with quiet(), errors_in_words():
         options = read_options(option, ladder, assume)
+        check_file(out)
         prompts = None if lengths is None else read_prompts(lengths, calls)[0]
         if ladder is not None:
             options["ladder"] = read_ladder(ladder, prompts or [length])

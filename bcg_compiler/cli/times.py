@@ -20,7 +20,7 @@ from bcg_compiler.cli.arguments import (
     Model,
     OptionPairs,
 )
-from bcg_compiler.cli.common import build_asked, errors_in_words, progress_bar, quiet, read_prompts
+from bcg_compiler.cli.common import build_asked, check_file, errors_in_words, progress_bar, quiet, read_prompts
 from bcg_compiler.debug import screen, words
 from bcg_compiler.debug.prometheus import prometheus
 from bcg_compiler.debug.trace_view import eager_runs, stats_view, trace_view
@@ -47,6 +47,7 @@ def trace_model(
 ) -> None:
     """Time each step of a replay of MODEL: segments, breaks, fills of slots, copies back, and what is spent between."""
     with quiet(), errors_in_words():
+        check_file(out_file)
         built, options = build_asked(model, device, dtype, layers, seed, config, option, ladder, assume, [length])
         found = watch_model(built, [length] * calls, options=options, seed=seed, warm=True, nvtx=nvtx)
         if not found.timeline.replays:

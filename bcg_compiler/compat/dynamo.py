@@ -22,6 +22,7 @@ _MODELS_DIR = os.path.join(_OWN_DIR, "models") + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _MODULES = re.compile(r"\._modules\['([^']*)'\]|\._modules\[\"([^\"]*)\"\]")
 _MEMBERS = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
+_LOCAL = re.compile(r"^L\['[^']*'\](?=[.\[])")
 _ROOT = re.compile(r"^[LG]\['[^']*'\](?:\[\d+\])*(?:\.__self__)?")
 _ATTRIBUTE = re.compile(r"\.[A-Za-z_]\w*$|\.__dict__\[")
 
@@ -40,12 +41,28 @@ def owner_of(node: Node) -> type | None:
     """The class of the object that a placeholder is an attribute of; ``None`` if it is an argument by itself, or
     nothing is known. To be asked while a backend is called: Dynamo then has the arguments of the call.
     """
-    source, output = getattr(node, "_dynamo_source", None), _output_graph()
+    source = getattr(node, "_dynamo_source", None)
     base = getattr(source, "base", None)
-    if output is None or base is None or not hasattr(source, "member"):
+    if base is None or not hasattr(source, "member"):
         return None
-    try:  # as Dynamo's guards do it
-        return type(eval(_name_of(base), {"L": output.local_scope, "G": output.global_scope}))
+    found = _found(_name_of(base))
+    return None if found is None else type(found)
+
+
+def is_of_model(node: Node) -> bool:
+    """Whether a placeholder belongs to a module, at whatever depth, or to the program: a global. As ``owner_of``."""
+    source = source_name(node)
+    root = _LOCAL.match(source)
+    return source.startswith("G[") or (root is not None and isinstance(_found(root[0]), torch.nn.Module))
+
+
+def _found(source: str) -> Any:
+    """The object of a source in the call that is traced, found as Dynamo's guards find it; ``None`` if it is not."""
+    output = _output_graph()
+    if output is None:
+        return None
+    try:
+        return eval(source, {"L": output.local_scope, "G": output.global_scope})
     except Exception:
         return None
 

@@ -6,31 +6,51 @@ For ``mode="reduce-overhead"`` Dynamo keeps such numbers constant, as graphs fre
 if its backend asks for it. Run on torch 2.11.0, 2.13.0 and 2.14.1.
 """
 
-from torch import nn
+import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from bcg_compiler.compat.dynamo import is_held, owner_of
+from bcg_compiler.compat.dynamo import is_of_model
+
+#: What was asked for in the compile that is going on: there is one at a time.
+_asked: set[str] = set()
 
 
 def keep_constant(module: GraphModule) -> None:
     """Have Dynamo trace again with the numbers that modules hold as constants, with guards on their values.
 
-    Numbers that the caller gives stay variable. Raises what Dynamo waits for, if there is anything to trace again.
+    Numbers that the caller gives stay variable, and so do those that have changed often. Raises what Dynamo waits for,
+    if there is anything to trace again.
     """
-    held = [node for node in module.graph.find_nodes(op="placeholder") if _symbol(node) and _is_of_model(node)]
-    names = {_symbol(node) for node in held}
+    held = [node for node in module.graph.find_nodes(op="placeholder") if _symbol(node) and is_of_model(node)]
+    may_stay_open = _is_often_compiled()
+    names = {_symbol(node) for node in held if not (may_stay_open and _is_open(node))}
     if all(map(TensorifyState.should_specialize, names)):
+        # Dynamo remembers them, by names that other compiles have too, until one of its own passes asks for more.
+        TensorifyState.force_specializations -= _asked
+        _asked.clear()
         return
     for name in names:
         TensorifyState.specialize(name)
+    _asked.update(names)
     raise TensorifyScalarRestartAnalysis
 
 
-def _is_of_model(node: Node) -> bool:
-    return issubclass(owner_of(node) or object, nn.Module) or is_held(node)
+def _is_often_compiled() -> bool:
+    """Whether the function that is traced has used up half of the compiles that Dynamo allows: with numbers that go on
+    changing it would then be given up, and run uncompiled for all of its modules.
+    """
+    compiled = CompileContext.current_compile_id()
+    times = getattr(compiled, "frame_compile_id", None) or 0
+    return bool(2 * times >= torch._dynamo.config.recompile_limit)
+
+
+def _is_open(node: Node) -> bool:
+    """Whether no operation has asked for the value, such as attention for its scale: there is no guard on it yet."""
+    return not getattr(node.meta["example_value"].item_memo.node.expr, "is_number", True)
 
 
 def _symbol(node: Node) -> str:

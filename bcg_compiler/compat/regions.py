@@ -42,6 +42,9 @@ def _inline(module: GraphModule, call: Node, region: GraphModule, first: _Stack)
                 continue
             if node.op == "get_attr":
                 copies[node] = module.graph.get_attr(_held(module, region, node.target))
+            elif _is_number(node, copies):
+                copies[node] = copies[node.args[0]]
+                continue
             else:
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
             copies[node].meta = _meta(node, first, call.meta.get("nn_module_stack") or {})
@@ -51,6 +54,12 @@ def _inline(module: GraphModule, call: Node, region: GraphModule, first: _Stack)
         item.replace_all_uses_with(given[item.args[1]])
         module.graph.erase_node(item)
     module.graph.erase_node(call)
+
+
+def _is_number(node: Node, copies: Mapping[Node, Any]) -> bool:
+    """Whether a node reads a number that Dynamo has found to be a constant since it traced the region."""
+    taken = node.args[0] if node.op == "call_method" and node.target == "item" else None
+    return isinstance(taken, Node) and not isinstance(copies[taken], Node)
 
 
 def _held(module: GraphModule, region: GraphModule, name: str) -> str:

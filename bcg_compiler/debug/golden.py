@@ -93,9 +93,15 @@ class Golden:
             found = cls(**json.loads(path.read_text(encoding="utf-8")))
             if not all(isinstance(part, dict) for part in (found.given, found.numbers, found.reasons)):
                 raise TypeError
+            # A number that is lost would never grow. Only of bytes it may be unknown how many there are.
+            numbers = {name: found.numbers[name] for name in NUMBERS}
+            if numbers["forecast_bytes"] is None:
+                del numbers["forecast_bytes"]
+            if not all(type(number) is int for number in numbers.values()):
+                raise TypeError
         except OSError as error:
             raise GoldenError(f"Cannot read the golden numbers from {path}: {error.strerror}.") from None
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             raise GoldenError(f"{path} is no file of golden numbers. Write it anew, with --update.") from None
         return found
 

@@ -51,9 +51,13 @@ def bcg_plan(request: pytest.FixtureRequest) -> "PlanFixture":
 
 @pytest.fixture
 def bcg_counters() -> "CounterFixture":
-    """``with bcg_counters.expect(graphs=1, breaks=2): …``: what happens in the block, in numbers."""
+    """``with bcg_counters.expect(graphs=1, breaks=2): …``: what happens in the block, in numbers.
+
+    Drops all compiled code of the process: what an earlier test has compiled would not be compiled again.
+    """
     from bcg_compiler.testing.count import CounterFixture
 
+    _reset()
     return CounterFixture()
 
 
@@ -82,6 +86,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         if getattr(error, "says_where", False):
             _cut(error)
         raise
+    for checks in item.stash[_checks]:
+        if checks.first is not None:  # by a server's loop, say; or by pytest.raises
+            warnings.warn(
+                pytest.PytestWarning(f"{item.nodeid}: a fault was seen, and its error was caught: {checks.first}"),
+                stacklevel=2,
+            )
     if not any(checks.checked for checks in item.stash[_checks]):
         warnings.warn(
             pytest.PytestWarning(

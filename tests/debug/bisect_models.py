@@ -142,3 +142,21 @@ def wrong_relu(module: torch.fx.GraphModule, fakes: Any) -> Any:
             return result + 0.1 if n.target == "relu" else result
 
     return Wrong(module).run
+
+
+_DRAWN = [0]
+
+
+@torch.library.custom_op("bisect_models::other_each_time", mutates_args=())
+def other_each_time(x: Tensor) -> Tensor:
+    """Changes what it reads."""
+    _DRAWN[0] += 1
+    return x * _DRAWN[0]
+
+
+other_each_time.register_fake(torch.empty_like)
+
+
+class OtherEachTime(Right):
+    def between(self, h: Tensor) -> Tensor:
+        return other_each_time(h)

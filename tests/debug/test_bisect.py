@@ -93,6 +93,13 @@ def test_a_break_whose_body_reads_padded_rows() -> None:
     assert gaps == [("segment", True), ("break", False), ("segment", False)]
 
 
+def test_a_model_that_differs_from_itself() -> None:
+    """Dynamo was the culprit, whose graphs were merely the next to be called."""
+    found = find("OtherEachTime")
+    assert found.culprit is not None and found.culprit.kind == "model"
+    assert "Eager code differs from itself: ['result']" in found.culprit.text
+
+
 def test_a_break_that_writes_what_it_does_not_declare() -> None:
     found = find("Sly")
     assert found.culprit is not None and found.culprit.fault is not None
@@ -163,6 +170,8 @@ def test_the_command_says_what_was_compared() -> None:
     assert result.exit_code == 0
     assert "EQUAL 4 calls (8 tensors of results, inputs and buffers), 3 replays" in " ".join(result.stdout.split())
     assert run("nothing.py:Right").exit_code == 2
+    lost = run(f"{MODELS}:Mean", "--out", "no such folder/repro.py")
+    assert lost.exit_code == 2 and "the folder no such folder does not exist" in lost.stderr
 
 
 def test_the_command_writes_the_operation_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import bcg_compiler as bcg
 from bcg_compiler.cli import app
-from bcg_compiler.debug.golden import NUMBERS, Golden, compare
+from bcg_compiler.debug.golden import NUMBERS, Golden, GoldenError, compare
 
 FACTORIES = """
     import torch
@@ -195,3 +195,13 @@ def test_diff_of_models_and_files() -> None:
     assert other.exit_code == 1 and "+ eager_break: " in other.stdout and "DIFFERENT" in other.stdout
     missing = call("diff", "before.json", "after.json")
     assert missing.exit_code == 2 and "Cannot read plans from after.json" in missing.stderr
+
+
+@pytest.mark.parametrize("damage", [{"breaks": None}, {"breaks": "one"}, {"segments": True}, {}])
+def test_a_damaged_file_is_no_file_of_golden_numbers(damage: dict[str, Any], tmp_path: Path) -> None:
+    """A number that was lost, in a merge, say, would never grow: the check passed whatever became of the model."""
+    numbers = {name: 1 for name in NUMBERS} | damage if damage else {}
+    file = tmp_path / "golden.json"
+    file.write_text(json.dumps({"given": {}, "numbers": numbers, "reasons": {}, "torch": ""}))
+    with pytest.raises(GoldenError, match="is no file of golden numbers"):
+        Golden.read(file)

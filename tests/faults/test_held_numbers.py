@@ -1,5 +1,6 @@
 """Two models in one process: what Dynamo has seen of the first one is no fact about the second."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,3 +86,50 @@ def test_a_program_ahead_of_time_knows_nothing_of_those_before(length: int) -> N
         assert (bcg.stats(program).segments, bcg.stats(program).breaks) == (1, 0)
         with pytest.raises(AotError):
             program(torch.randn(4, 16))
+
+
+class Held(nn.Module):
+    """Numbers in a configuration, as transformers has them, and in a dictionary."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=scale)
+        self.more = {"scale": scale}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(x, x, x, scale=self.config.scale)
+        return F.scaled_dot_product_attention(y, y, y, scale=self.more["scale"])
+
+
+def test_numbers_in_what_a_module_holds_are_constants_too() -> None:
+    for scale in (0.5, 0.25):
+        model = Held(scale)
+        compiled: Any = torch.compile(model, backend="bcg", options=OPTIONS)
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(1, 5, 8)
+                assert torch.equal(compiled(x), model(x))
+    assert bcg.stats(compiled).breaks == 0
+
+
+class Blended(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * self.share + x.cos() * (1 - self.share)
+
+
+def test_a_number_that_goes_on_changing_becomes_open() -> None:
+    """Each value was a compile of its own, and with the ninth Dynamo gave the function up, for all its modules."""
+    model = Blended(0.0)
+    compiled: Any = torch.compile(model, backend="bcg", options=OPTIONS)
+    with torch.no_grad():
+        for step in range(20):
+            model.share = 1 / (step + 2)
+            x = torch.randn(5, 8)
+            assert torch.equal(compiled(x), model(x))
+    stats = bcg.stats(compiled)
+    assert stats.graphs < 8 and stats.recompile_limit_hits == 0
+    assert stats.reasons["host_number"] and stats.replays > 10

@@ -152,6 +152,22 @@ def test_fakes_give_the_plan_of_real_tensors(project: pytest.Pytester) -> None:
     run(project).assert_outcomes(passed=1)
 
 
+def test_counters_know_nothing_of_earlier_tests(project: pytest.Pytester) -> None:
+    """Of a class that an earlier test has compiled nothing was compiled: counts depended on the order of tests."""
+    project.makepyfile(
+        test_it="""
+        from model import model
+        import pytest, torch
+
+        @pytest.mark.parametrize("again", [0, 1])
+        def test_counts(again, bcg_counters):
+            with torch.no_grad(), bcg_counters.expect(graphs=1, eager_runs={"warm_up": 1}):
+                torch.compile(model, backend="bcg", options={"min_segment_kernels": 1})(torch.ones(4, 4))
+        """
+    )
+    run(project).assert_outcomes(passed=2)
+
+
 def test_counters_say_all_that_changed(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_it="""
@@ -159,7 +175,6 @@ def test_counters_say_all_that_changed(project: pytest.Pytester) -> None:
         import torch
 
         def test_counts(bcg_counters):
-            torch.compiler.reset()
             with torch.no_grad(), bcg_counters.expect(graphs=1, breaks=3, eager_runs={"padding": 1}):
                 torch.compile(model, backend="bcg", options={"min_segment_kernels": 1})(torch.ones(4, 4))
 

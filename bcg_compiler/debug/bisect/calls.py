@@ -102,6 +102,16 @@ class Calls:
         replays = sum(p.replays for p in programs)
         return Seen(seen, call, first, in_graphs, tuple(found), tuple(numbers.boundaries), plans, replays, tensors)
 
+    def eager_twice(self) -> Difference | None:
+        """What differs first between two copies of the model that are both called eagerly."""
+        one, other = self._copy(), self._copy()
+        for call in range(len(self.lengths)):
+            inputs = self._inputs(call)
+            results = [self._call(self._as_it_is(model, call), model, inputs) for model in (one, other)]
+            if (found := compare(*results).differences) != ():
+                return found[0]
+        return None
+
     def _as_it_is(self, model: torch.nn.Module, call: int) -> Callable[..., Any]:
         return lambda **given: call_eager(model, given, self.lengths[call])
 

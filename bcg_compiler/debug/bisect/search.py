@@ -42,7 +42,7 @@ class Trial:
 class Culprit:
     """What makes the difference: its kind, in words, and the fault that a check has found, if one has."""
 
-    kind: Literal["dynamo", "pass", "segment", "break", "operation", "unknown"]
+    kind: Literal["model", "dynamo", "pass", "segment", "break", "operation", "unknown"]
     text: str
     fault: Fault | None = None
 
@@ -140,9 +140,16 @@ class _Search:
 
     def culprit(self) -> Culprit:
         if (difference := self._seen.in_graphs) is not None:
+            if (itself := self._calls.eager_twice()) is not None:
+                return Culprit(
+                    "model",
+                    f"Eager code differs from itself: {itself.where} {itself.what}, of two copies of the model that "
+                    f"get equal inputs one after the other. It changes state outside of the model that it reads, or "
+                    f"draws numbers from a generator of its own: nothing can be compared with it.",
+                )
             return Culprit(
                 "dynamo",
-                f"The graphs that Dynamo traced, run as they are, differ from the model{difference.where}: "
+                f"The graphs that Dynamo traced, run as they are, differ from the model: {difference.where} "
                 f"{difference.what}. It is not this backend.",
             )
         if (fault := self._of_faults()) is not None:

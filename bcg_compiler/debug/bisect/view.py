@@ -1,5 +1,7 @@
 """What a bisection has found, for a terminal."""
 
+import shlex
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -90,7 +92,7 @@ def _culprit(found: Bisection) -> list[RenderableType]:
     if found.repro is not None and found.repro.path is not None:
         parts += [
             Text(),
-            Text(f"wrote {found.repro.path} ({found.repro.holds}): python {found.repro.path}"),
+            Text(f"wrote {found.repro.path} ({found.repro.holds}): python {shlex.quote(str(found.repro.path))}"),
             indented(2, Text(found.repro.says)),
         ]
     elif found.repro is not None:
