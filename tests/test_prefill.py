@@ -346,13 +346,13 @@ def test_a_bucket_that_cannot_be_captured_is_dropped_and_others_do_its_work(lost
 
 @torch.library.custom_op("bcg_tests_prefill::odd", mutates_args=())
 def odd(x: Tensor) -> Tensor:
+    if recording:
+        raise RuntimeError("not in a capture")
     return x + 1
 
 
 @odd.register_fake
 def _(x: Tensor) -> Tensor:
-    if recording:
-        raise RuntimeError("not in a capture")
     return torch.empty_like(x)
 
 
