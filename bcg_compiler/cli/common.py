@@ -169,12 +169,10 @@ def find_device(name: str, launch: Launch | None = None) -> torch.device:
     return torch.device("cuda", int(number or 0))
 
 
-def check_file(path: Path | None) -> None:
+def check_file(path: Path | None, example: str) -> None:
     """Say that a file cannot be written before the work is done rather than after it."""
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder: name a file.")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"Cannot write {path}: the folder {path.parent} does not exist.")
+    if path is not None and (why := words.unwritable(path, example)):
+        raise typer.BadParameter(f"Cannot write {path}: {why}")
 
 
 @contextmanager

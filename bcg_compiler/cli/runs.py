@@ -143,7 +143,7 @@ def bisect(
     """
     with quiet(), errors_in_words():
         options = read_options(option, ladder, assume)
-        check_file(out)
+        check_file(out, "repro.py")
         prompts = None if lengths is None else read_prompts(lengths, calls)[0]
         if ladder is not None:
             options["ladder"] = read_ladder(ladder, prompts or [length])

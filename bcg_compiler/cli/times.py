@@ -47,7 +47,7 @@ def trace_model(
 ) -> None:
     """Time each step of a replay of MODEL: segments, breaks, fills of slots, copies back, and what is spent between."""
     with quiet(), errors_in_words():
-        check_file(out_file)
+        check_file(out_file, "trace.json")
         built, options = build_asked(model, device, dtype, layers, seed, config, option, ladder, assume, [length])
         found = watch_model(built, [length] * calls, options=options, seed=seed, warm=True, nvtx=nvtx)
         if not found.timeline.replays:

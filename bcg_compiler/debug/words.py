@@ -5,6 +5,7 @@ import re
 import site
 import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -49,3 +50,14 @@ def indented(columns: int, text: RenderableType) -> Padding:
 def count(number: int, name: str) -> str:
     """``1 break``, ``2 breaks``."""
     return f"{number:,} {name}" + ("" if number == 1 else "s")
+
+
+def unwritable(path: Path, example: str) -> str:
+    """Why a file cannot be written, before the work is done rather than after it; "" if it may be. ``example``: a name
+    for it, where it is a folder.
+    """
+    if path.is_dir():
+        return f"it is a folder. Name a file, such as {path / example}."
+    if not path.absolute().parent.is_dir():
+        return f"the folder {path.parent} does not exist."
+    return ""

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from bcg_compiler.debug.report.content import Report, content
+from bcg_compiler.debug.words import unwritable
 from bcg_compiler.errors import BcgError
 
 
@@ -32,12 +33,8 @@ def page(report: Report) -> str:
 
 def check_report(path: Path) -> None:
     """Raise ``ReportError`` before the work is done rather than after it."""
-    if path.is_dir():
-        raise ReportError(
-            f"Cannot write the report to {path}: it is a folder. Name a file, such as {path / 'bcg.html'}."
-        )
-    if not path.absolute().parent.is_dir():
-        raise ReportError(f"Cannot write the report to {path}: the folder {path.parent} does not exist.")
+    if why := unwritable(path, "bcg.html"):
+        raise ReportError(f"Cannot write the report to {path}: {why}")
 
 
 def write_report(report: Report, path: str | os.PathLike[str]) -> int:
