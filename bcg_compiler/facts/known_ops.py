@@ -56,6 +56,16 @@ CHOSEN_AT_RUN_TIME = frozenset(
     }
 )
 
+#: ATen operations whose kernels come from a library: no compiler fuses anything with them as long as it does not write
+#: products itself.
+PRODUCTS = frozenset(
+    {
+        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv"),
+        *("aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_int_mm"),
+        *("aten::convolution", "aten::scaled_dot_product_attention"),
+    }
+)
+
 #: ATen operations that compute nothing: they allocate, or only say something about a tensor.
 NO_KERNEL = frozenset(
     {

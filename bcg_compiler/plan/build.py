@@ -38,7 +38,7 @@ from bcg_compiler.plan.plan import (
     StepReason,
     Value,
 )
-from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key
+from bcg_compiler.plan.structure import SymbolNames, constant_text, structural_key, unit_key
 from bcg_compiler.plan.units import cut_units
 
 
@@ -333,22 +333,28 @@ class _Builder:
         inside = self._computing(nodes)
         leaving = set(outputs)
 
-        def given_by(piece: Sequence[Node]) -> list[Node]:
+        def given_by(piece: Sequence[Node]) -> frozenset[int]:
             own = set(piece)
-            return [n for n in piece if n in leaving or not own.issuperset(n.users)]
+            return frozenset(i for i, n in enumerate(piece) if n in leaving or not own.issuperset(n.users))
 
-        def key(piece: Sequence[Node]) -> str:
-            return self._key(piece, given_by(piece), self.graph_symbols)
+        def body(piece: Sequence[Node]) -> str:
+            return self._key(piece, (), self.graph_symbols)
 
-        pieces = cut_units(inside, self.graph.facts.__getitem__, key)
-        for piece in pieces:
-            own = set(piece)
+        pieces = [(piece, body(piece)) for piece in cut_units(inside, self.graph.facts.__getitem__, body)]
+        # Of the last layer fewer values are taken than of others. It gives them all the same: that is one unit less.
+        given: dict[str, set[frozenset[int]]] = {}
+        for piece, key in pieces:
+            given.setdefault(key, set()).add(given_by(piece))
+        most = {key: max(sets, key=len) for key, sets in given.items()}
+        for piece, key in pieces:
+            own, gives = set(piece), given_by(piece)
+            gives = most[key] if gives < most[key] else gives
             taken = dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in own)
             yield CompileUnit(
-                key=key(piece),
+                key=unit_key(key, gives),
                 nodes=tuple(self.ordinals[n] for n in piece),
                 inputs=tuple(self.ordinals[n] for n in taken if n in self.ordinals),
-                outputs=tuple(self.ordinals[n] for n in given_by(piece)),
+                outputs=tuple(self.ordinals[piece[i]] for i in sorted(gives)),
             )
 
     def _computing(self, nodes: Sequence[Node]) -> list[Node]:

@@ -94,6 +94,11 @@ def structural_key(
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
+def unit_key(key: str, outputs: Iterable[int]) -> str:
+    """The key of a unit from that of its operations and the positions, among them, of the values that it gives."""
+    return hashlib.sha256(f"{key} {sorted(outputs)}".encode()).hexdigest()[:12]
+
+
 def constant_text(value: Any, reference: Callable[[Node], str], main: torch.device, objects: dict[Any, int]) -> str:
     """``value`` as text that is the same in every process; ``reference`` gives the text of a node."""
 

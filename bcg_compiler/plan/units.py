@@ -8,12 +8,13 @@ what they cost is what a compiler would have fused across them, so a segment tha
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from torch.fx import Node
 
 from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.facts import NodeFacts
+from bcg_compiler.facts.known_ops import PRODUCTS
 
 #: The first number in a module's path: ``model.layers.3`` of ``model.layers.3.mlp.experts.0``.
 _LAYER = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
@@ -28,16 +29,44 @@ def cut_units(
     """The units of one segment, in order; a segment whose parts do not repeat is one unit.
 
     ``key`` is the structural key of a part: parts of equal keys are compiled once. A segment is cut only where that
-    leaves a compiler at most half of it to see; and around bodies that no compiler sees.
+    leaves a compiler at most half of it to see; and around bodies that no compiler sees. Cuts are in front of products,
+    if that makes no more parts to compile than cuts between layers.
     """
     for pieces in (_by_layer(nodes, facts), _by_period(nodes, facts)):
         if len(pieces) < 3:
             continue
-        pieces = whole_groups(_around_bodies(pieces, facts), facts)
-        different = {key(piece): len(piece) for piece in pieces}
-        if 2 * sum(different.values()) <= len(nodes):
-            return pieces
+        ways = [whole_groups(_around_bodies(way, facts), facts) for way in (_from_products(pieces, facts), pieces)]
+        different = [{key(piece): len(piece) for piece in way} for way in ways]
+        way = 0 if len(different[0]) <= len(different[1]) else 1
+        if 2 * sum(different[way].values()) <= len(nodes):
+            return ways[way]
     return whole_groups(_around_bodies([nodes], facts), facts) if nodes else []
+
+
+def _from_products(pieces: Sequence[Sequence[Node]], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:
+    """The same pieces, but what they begin with, up to a product, goes to the piece before.
+
+    A layer begins with a norm of what the layer before has added up, which one kernel can do. A product is a kernel of
+    a library, with which nothing is fused, so a cut in front of it costs nothing. No piece moves more than the first
+    one does: behind the last layer is often the same norm, and something else.
+    """
+    found, begin = [list(pieces[0])], _before_products(pieces[1], facts)
+    if len(begin) == len(pieces[1]):
+        return [list(piece) for piece in pieces]
+    for piece in pieces[1:]:
+        pairs = zip(begin, _before_products(piece, facts), strict=False)
+        moved = sum(1 for _ in takewhile(lambda pair: facts(pair[0]).op == facts(pair[1]).op, pairs))
+        found[-1] += piece[:moved]
+        found.append(list(piece[moved:]))
+    return [piece for piece in found if piece]
+
+
+def _before_products(piece: Sequence[Node], facts: Callable[[Node], NodeFacts]) -> list[Node]:
+    return list(takewhile(lambda node: not _is_product(facts(node)), piece))
+
+
+def _is_product(facts: NodeFacts) -> bool:
+    return any(op.partition(".")[0] in PRODUCTS for op in facts.aten)
 
 
 def _around_bodies(pieces: Sequence[Sequence[Node]], facts: Callable[[Node], NodeFacts]) -> list[list[Node]]:

@@ -96,3 +96,31 @@ def test_units_for_exactly_one_bucket_are_captured_at_their_first_call(breaks: b
     assert stats.eager_units == {} and set(stats.reasons) <= {"eager_break"}
     assert 0 < stats.specialized_units <= stats.unique_units
     assert stats.replays == 5
+
+
+class Apart(nn.Module):
+    """Operations of several forms that do not wait for each other, as around attention."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        low, high = k.chunk(2, -1)
+        turned = torch.cat([-high, low], -1) * 0.5 + k
+        mask = torch.arange(q.shape[0], device=q.device)[:, None] >= torch.arange(q.shape[0], device=q.device)
+        return q.sin() * 2, turned.repeat_interleave(3, dim=0), v.transpose(0, 1).contiguous(), mask * 1.0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "open"])
+def test_what_does_not_wait_for_each_other_is_few_launches(dynamic: bool, dtype: torch.dtype) -> None:
+    """Two launches cost more than the work of such a kernel, so independent ones are put into one."""
+    compiled = torch.compile(Apart(), backend="bcg", options={"segment_compiler": "inductor"}, dynamic=dynamic)
+    for rows in (48, 48, 48, 100, 100, 7, 7):
+        given = [torch.randn(rows, 64, device="cuda", dtype=dtype) for _ in range(3)]
+        for got, want in zip(compiled(*given), Apart()(*given), strict=True):
+            torch.testing.assert_close(got, want)
+    assert bcg.stats(compiled).eager_units == {} and bcg.stats(compiled).replays
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        compiled(*given)
+        torch.cuda.synchronize()
+    launches = [event.name for event in seen.events() if event.name.startswith("triton_")]
+    assert 1 <= len(launches) <= 2, launches

@@ -75,6 +75,46 @@ def test_a_stack_is_its_head_a_layer_for_all_and_its_tail(given: Callable[..., T
     assert (len(plan.segments), plan.unique_units) == (1, 3)
 
 
+class Normed(Stack):
+    """A head, layers, the norm that layers begin with, and a product."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(x) * 2
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)[-1:])
+
+
+@pytest.mark.parametrize("given", [torch.ones, with_open_rows])
+def test_a_norm_is_in_one_unit_with_the_sum_that_it_is_of(given: Callable[..., Tensor]) -> None:
+    """One kernel can do both. Cut between the layers the sum was written by one, and read by another."""
+    plan = plan_of(Normed(*(Layer() for _ in range(5))), given(3, 4))
+    ops = {node.ordinal: node.op for step in plan.segments for node in step.nodes}
+    head, *layers, tail = ([ops[ordinal] for ordinal in unit.nodes] for unit in units(plan))
+    assert head == ["sin", "mul", "layer_norm"]
+    assert layers == [["linear", "relu", "mul", "linear", "add", "layer_norm"]] * 5
+    assert tail == ["getitem", "linear"]
+    assert letters(plan) == "abbbbbc"
+
+
+def test_the_last_of_equal_layers_gives_what_the_others_give() -> None:
+    """Its sum is taken by nobody behind the norm. Without it, the last layer would be one unit more to compile."""
+    plan = plan_of(Normed(*(Layer() for _ in range(4))), torch.ones(3, 4))
+    _, *layers, _ = units(plan)
+    ops = {node.ordinal: node.op for step in plan.segments for node in step.nodes}
+    assert [[ops[ordinal] for ordinal in unit.outputs] for unit in layers] == [["add", "layer_norm"]] * 4
+
+
+def test_cuts_stay_between_layers_where_that_makes_fewer_units() -> None:
+    """Behind the last layer there is no norm, so with the next one's norm in each layer the last would be alone."""
+    first, *_ = units(plan_of(Stack(*(Layer() for _ in range(5))), torch.ones(3, 4)))
+    assert len(first.nodes) == 2  # sin and mul
+
+
 def test_layers_of_several_kinds_are_one_unit_each() -> None:
     layers = [Layer(), Layer(8), Layer(), Layer(8), Layer(), Layer(8), Layer(slope=3.0)]
     assert letters(plan_of(Stack(*layers), torch.ones(3, 4))) == "abcbcbcde"
