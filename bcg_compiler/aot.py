@@ -228,7 +228,10 @@ def aot_compile(
     raises where the model is not one graph (``fullgraph=True``), ``AotError`` where it cannot be called without Dynamo:
     under grad mode, where it sets attributes, or with a result of a type that ``torch.utils._pytree`` does not know.
     """
+    from bcg_compiler.backend import start_early
+
     given = (tuple(args), dict(kwargs or {}))
+    start_early(options, pytree.tree_leaves(given))
     trace = _Trace(options, given)
     # A code object of its own, of a name of its own: Dynamo keeps its entries by code, and few for each; and by the
     # name what it has seen: sizes and numbers of another length or model would be open ones in this program.

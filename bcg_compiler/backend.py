@@ -5,7 +5,8 @@ Compiling has no side effects: Dynamo may ask twice for one graph and drop the f
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 from bcg_compiler.breaks import BoundBreak, as_bound_break
 from bcg_compiler.compat.fake import FakeTensor
 from bcg_compiler.compat.held_numbers import keep_constant
+from bcg_compiler.compat.inductor import start_workers
 from bcg_compiler.compat.ops import op_exists, registered_ops
 from bcg_compiler.compat.regions import inline_regions
 from bcg_compiler.dump import GraphDump
@@ -103,6 +105,17 @@ def segment_compiler(options: Options, *, on_cuda: bool) -> Any:
     if options.segment_compiler != "auto":
         return options.segment_compiler
     return "inductor" if on_cuda and options.capture != "emulated" and find_spec("triton") else "eager"
+
+
+def start_early(options: Mapping[str, Any] | None, example_inputs: Iterable[Any]) -> None:
+    """Start the processes that Inductor compiles in, if it will be asked: while Dynamo traces there is time for that.
+
+    Options that are wrong are reported by who compiles.
+    """
+    with suppress(OptionError):
+        on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
+        if segment_compiler(Options.parse(options), on_cuda=on_cuda) == "inductor":
+            start_workers()
 
 
 def _bind_breaks(module: GraphModule) -> None:

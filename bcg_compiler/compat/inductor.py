@@ -44,8 +44,8 @@ def compile_graph(
         # The pass that folds constants takes x for x + 0: a result is then the caller's argument, or another result,
         # and with torch 2.11 what is written there later (pytorch/pytorch#197893).
         "joint_graph_constant_folding": False,
-        # Kernels that do not wait for each other are one launch: around attention, say, two of four. Reductions are left
-        # out, of which Inductor up to 2.13 refuses those over open sizes; and there is no such kernel for a CPU.
+        # Kernels that do not wait for each other are one launch. Reductions are left out, of which Inductor refuses
+        # those over open sizes (pytorch/pytorch#187269); and there are no such kernels for a CPU.
         "combo_kernels": any(isinstance(fake, torch.Tensor) and fake.device.type == "cuda" for fake in fakes),
         "combo_kernels_pointwise_only": True,
     }
