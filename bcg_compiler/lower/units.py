@@ -15,6 +15,7 @@ from bcg_compiler.compat.fake import fresh_fake
 from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context, written_code
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
+from bcg_compiler.lower.beside import products_of_one_input, side_by_side
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
 from bcg_compiler.lower.exact import exact_fakes
 from bcg_compiler.lower.texts import GENERATED, Texts
@@ -38,7 +39,8 @@ class UnitCompiler:
         context = tracing_context()
         self._compile: SegmentCompiler
         self._compile_exact: SegmentCompiler  # what it returns is captured at its first call
-        if compiler == "inductor":
+        self._inductor = compiler == "inductor"
+        if self._inductor:
             start_workers()
             self._compile = lambda module, fakes: compile_graph(module, fakes, context)
             self._compile_exact = lambda module, fakes: compile_graph(module, fakes, context, tuned=True)
@@ -83,7 +85,7 @@ class UnitCompiler:
             try:
                 module = self._unit_graph(graph, unit, nodes)
                 with self._code_seen(unit.key):
-                    run = self._compile_exact(module, fakes)
+                    run = self._compile_exact(self._to_compile(module, graph, unit, nodes), fakes)
             except Exception as error:
                 _warn(graph, unit, nodes, error, f"for {sizes}, where it runs as in other buckets")
                 self.refused["specialize_failed"] += 1
@@ -106,6 +108,13 @@ class UnitCompiler:
             keep_code(module, f"units/{unit.key}", self._texts)
         return module
 
+    def _to_compile(
+        self, module: GraphModule, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]
+    ) -> GraphModule:
+        """What the compiler is given: a function of the user's gets the operations as they are."""
+        together = products_of_one_input(graph, unit, nodes) if self._inductor else []
+        return side_by_side(module, together) if together else module
+
     @contextmanager
     def _code_seen(self, key: str) -> Iterator[None]:
         if self._texts is None:
@@ -126,7 +135,8 @@ class UnitCompiler:
         every = tuple(o for o in unit.nodes if isinstance(graph.fakes.get(nodes[o]), torch.Tensor))
         whole = replace(unit, outputs=every)
         try:
-            return every, self._compile(unit_graph(graph, whole, nodes), _fakes(graph, whole, nodes))
+            module = self._to_compile(unit_graph(graph, whole, nodes), graph, whole, nodes)
+            return every, self._compile(module, _fakes(graph, whole, nodes))
         except Exception:
             return None
 
@@ -139,7 +149,7 @@ class UnitCompiler:
         try:
             module = self._unit_graph(graph, unit, nodes)
             with self._code_seen(unit.key):
-                made = self._compile(module, _fakes(graph, unit, nodes))
+                made = self._compile(self._to_compile(module, graph, unit, nodes), _fakes(graph, unit, nodes))
         except Exception as error:
             # Results are the same without it, so this is no reason to stop: but it is said.
             if tool := missing_tool(error):
