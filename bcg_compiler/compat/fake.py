@@ -1,14 +1,14 @@
 """Fake tensors: is this call a trace, fresh fakes for a graph's inputs, and which storage a tensor lives in."""
 
 import ctypes
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 from torch.utils import _pytree
@@ -19,10 +19,31 @@ __all__ = ["FakeTensor", "FakeTensorMode", "is_traceable_wrapper_subclass", "tre
 
 def tree_leaves(values: Any) -> list[Any]:
     """The leaves of nested containers, the bounds of slices included."""
-    leaves = []
-    for leaf in _pytree.tree_leaves(values):
-        leaves += tree_leaves((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else [leaf]
+    leaves: list[Any] = []
+    _add_leaves(values, leaves)
     return leaves
+
+
+def _add_leaves(value: Any, leaves: list[Any]) -> None:
+    kind = type(value)
+    # Asked for every argument of every node: the pytree's own walk costs five times as much.
+    if kind is tuple or kind is list:
+        for item in value:
+            _add_leaves(item, leaves)
+    elif kind is dict:
+        for item in value.values():
+            _add_leaves(item, leaves)
+    elif kind is slice:
+        for item in (value.start, value.stop, value.step):
+            _add_leaves(item, leaves)
+    elif kind is FakeTensor or kind is int or value is None:
+        leaves.append(value)
+    else:
+        for leaf in _pytree.tree_leaves(value):
+            if isinstance(leaf, slice):
+                _add_leaves(leaf, leaves)
+            else:
+                leaves.append(leaf)
 
 
 def is_fake_call(values: Any) -> bool:
@@ -77,6 +98,71 @@ def fresh_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_with_index(tensor.device)
         )
+
+
+class Look(NamedTuple):
+    """All that an operation on fakes can see of a plain one by itself. Sizes, strides and bytes may be symbolic."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    bytes: Any
+    inference: bool
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """All of it that may be symbolic."""
+        return (*self.shape, *self.strides, self.offset, self.bytes)
+
+    def key(self) -> Hashable:
+        """What is equal for equal looks: symbolic numbers by their expressions, which adds no guard."""
+        return (
+            self.dtype,
+            self.device,
+            len(self.shape),
+            self.inference,
+            tuple([n if type(n) is int else ("symbolic", size_expression(n)) for n in self.numbers]),
+        )
+
+
+def look_of(tensor: Any, mode: FakeTensorMode) -> Look | None:
+    """The look of a fake of ``mode``; ``None`` for other tensors, and for fakes that say more of themselves."""
+    if type(tensor) is not FakeTensor or tensor.fake_mode is not mode or tensor.constant is not None:
+        return None
+    if not is_plain(tensor) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return None
+    return Look(
+        tensor.dtype,
+        tensor.device,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.is_inference(),
+    )
+
+
+def fake_of(look: Look, mode: FakeTensorMode, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
+    """A new fake of ``mode`` that looks so, in this storage, or in one of its own.
+
+    A fraction of what an operation on fakes costs: nothing is dispatched.
+    """
+    fixed = all([type(number) is int for number in look.numbers])
+    # A view of what was made outside of inference mode is no inference tensor either.
+    same = look.inference == torch.is_inference_mode_enabled()
+    with (
+        nullcontext() if same else torch.inference_mode(look.inference),
+        in_kernel_invocation_manager(mode),
+        nullcontext() if fixed or mode.shape_env is None else mode.shape_env.suppress_guards(),
+    ):
+        if storage is None:
+            meta = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=look.dtype, device="meta")
+            meta.set_(storage, look.offset, look.shape, look.strides)
+        return FakeTensor(mode, meta, look.device)
 
 
 def _with_index(device: torch.device) -> torch.device:
