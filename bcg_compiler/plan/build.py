@@ -337,8 +337,13 @@ class _Builder:
             own = set(piece)
             return [n for n in piece if n in leaving or not own.issuperset(n.users)]
 
+        keys: dict[tuple[Node, ...], str] = {}
+
         def key(piece: Sequence[Node]) -> str:
-            return self._key(piece, given_by(piece), self.graph_symbols)
+            known = tuple(piece)
+            if known not in keys:
+                keys[known] = self._key(piece, given_by(piece), self.graph_symbols)
+            return keys[known]
 
         pieces = cut_units(inside, self.graph.facts.__getitem__, key)
         for piece in pieces:
