@@ -22,6 +22,7 @@ from bcg_compiler.compat.regions import inline_regions
 from bcg_compiler.dump import GraphDump
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
+from bcg_compiler.garbage import seldom_collected
 from bcg_compiler.lower import UnitCompiler, lower
 from bcg_compiler.options import Options, check_mode
 from bcg_compiler.passes import run_passes
@@ -33,6 +34,7 @@ from bcg_compiler.runtime.unsplit import UnsplitProgram
 log = logging.getLogger("bcg_compiler")
 
 
+@seldom_collected()
 def bcg_backend(
     module: GraphModule,
     example_inputs: list[Any],
