@@ -18,7 +18,10 @@ from torch.utils import _pytree as pytree
 
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.backends import autocast_now
-from bcg_compiler.errors import AotError
+from bcg_compiler.compat.inductor import start_workers
+from bcg_compiler.errors import AotError, OptionError
+from bcg_compiler.garbage import seldom_collected
+from bcg_compiler.options import Options
 from bcg_compiler.plan import Plan, Value
 from bcg_compiler.plan.padding import label, symbol_sources
 from bcg_compiler.plan.sizes import evaluate, symbols_in
@@ -229,6 +232,7 @@ def aot_compile(
     under grad mode, where it sets attributes, or with a result of a type that ``torch.utils._pytree`` does not know.
     """
     given = (tuple(args), dict(kwargs or {}))
+    _start_workers_for(given, options)
     trace = _Trace(options, given)
     # A code object of its own, of a name of its own: Dynamo keeps its entries by code, and few for each; and by the
     # name what it has seen: sizes and numbers of another length or model would be open ones in this program.
@@ -236,7 +240,8 @@ def aot_compile(
     entry = types.FunctionType(_call.__code__.replace(co_name=f"aot_entry_{next(_entries)}"), names)
     entry.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
     try:
-        result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
+        with seldom_collected():
+            result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
         if not trace.programs:
             raise AotError(
                 "Dynamo found no operation on tensors in the model, or it is switched off (torch.compiler.set_stance, "
@@ -258,6 +263,22 @@ def aot_compile(
     finally:
         trace.forget()
         del names["model"]  # Dynamo keeps the names of a function for longer than the function
+
+
+def _start_workers_for(given: Any, options: Mapping[str, Any] | None) -> None:
+    """Start the processes that compile kernels, if Inductor will need them.
+
+    They take seconds to be there, in which Dynamo traces; kernels that are wanted before are compiled one by one, here.
+    """
+    from bcg_compiler.backend import segment_compiler
+
+    try:
+        parsed = Options.parse(options)
+    except OptionError:
+        return  # the backend says it
+    on_cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(given))
+    if segment_compiler(parsed, on_cuda=on_cuda) == "inductor":
+        start_workers()
 
 
 def _call(*args: Any, **kwargs: Any) -> Any:
