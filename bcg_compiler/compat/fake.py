@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -144,25 +144,28 @@ def look_of(tensor: Any, mode: FakeTensorMode) -> Look | None:
     )
 
 
-def fake_of(look: Look, mode: FakeTensorMode, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
-    """A new fake of ``mode`` that looks so, in this storage, or in one of its own.
+def outline_of(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor on the meta device with the sizes, strides, offset and dtype that a fake has now, for ``fake_like``."""
+    with in_kernel_invocation_manager(mode):
+        return fake.detach()
 
-    A fraction of what an operation on fakes costs: nothing is dispatched.
+
+def memory_of(bytes: Any, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor on the meta device in a new storage of this many bytes, which may be symbolic."""
+    with in_kernel_invocation_manager(mode):
+        return torch.empty(bytes, dtype=torch.uint8, device="meta")
+
+
+def fake_like(outline: torch.Tensor, device: torch.device, mode: FakeTensorMode, memory: torch.Tensor) -> torch.Tensor:
+    """A new fake of ``mode`` that looks like ``outline``, in the storage of ``memory``.
+
+    A tenth of what an operation on fakes costs, and less where sizes are symbolic: nothing is dispatched, and what was
+    found out of symbolic strides is kept. ``set_`` would find it out again.
     """
-    fixed = all([type(number) is int for number in look.numbers])
-    # A view of what was made outside of inference mode is no inference tensor either.
-    same = look.inference == torch.is_inference_mode_enabled()
-    with (
-        nullcontext() if same else torch.inference_mode(look.inference),
-        in_kernel_invocation_manager(mode),
-        nullcontext() if fixed or mode.shape_env is None else mode.shape_env.suppress_guards(),
-    ):
-        if storage is None:
-            meta = torch.empty_strided(look.shape, look.strides, dtype=look.dtype, device="meta")
-        else:
-            meta = torch.empty(0, dtype=look.dtype, device="meta")
-            meta.set_(storage, look.offset, look.shape, look.strides)
-        return FakeTensor(mode, meta, look.device)
+    with in_kernel_invocation_manager(mode):
+        meta = outline.detach()
+        torch._functionalize_unsafe_set(meta, memory)
+        return FakeTensor(mode, meta, device)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -22,7 +22,17 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from bcg_compiler.breaks import BoundBreak
-from bcg_compiler.compat.fake import FakeTensorMode, Look, fake_of, is_data_symbol, look_of, symbols_of, tree_leaves
+from bcg_compiler.compat.fake import (
+    FakeTensorMode,
+    Look,
+    fake_like,
+    is_data_symbol,
+    look_of,
+    memory_of,
+    outline_of,
+    symbols_of,
+    tree_leaves,
+)
 from bcg_compiler.compat.recorder import Recorded
 from bcg_compiler.facts import footprint, known_ops
 from bcg_compiler.facts.node import NodeFacts
@@ -60,6 +70,14 @@ class Seen:
     result: Any
 
 
+class Made(NamedTuple):
+    """A tensor that a call makes: how it looked when the call was over, and the storage that it lives in."""
+
+    look: Look
+    outline: Tensor
+    storage: Storage
+
+
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """A call that was run, as a pattern for those that are equal to it.
@@ -70,7 +88,7 @@ class Pattern:
     ``first``     the number of its first new storage, of ``count``
     ``reads``, ``writes``  the storages whose data it reads and writes, each once, in the order they were met
     ``tensors``   the arguments, then what was made: tensors of the result, then those that operations gave in between
-    ``made``      look and storage of each tensor that was made, of which the first ``given`` are in the result
+    ``made``      each tensor that was made, of which the first ``given`` are in the result
     """
 
     facts: NodeFacts
@@ -81,7 +99,7 @@ class Pattern:
     reads: tuple[Storage, ...]
     writes: tuple[Storage, ...]
     tensors: tuple[Tensor, ...]
-    made: tuple[tuple[Look, Storage], ...]
+    made: tuple[Made, ...]
     given: int
 
     @property
@@ -100,7 +118,7 @@ class Again:
         self.given = given
         self.tensors = list(arguments)
         self._mode = mode
-        self._new: dict[int, torch.UntypedStorage] = {}
+        self._new: dict[int, Tensor] = {}
         self._make(pattern.given)
         self.result = self._swapped(pattern.result)
 
@@ -108,31 +126,28 @@ class Again:
     def made(self) -> list[tuple[Tensor, int]]:
         """The tensors of the result in new storages, each with the number of its storage among them."""
         of_result = zip(self.tensors[self.pattern.arguments :], self.pattern.made[: self.pattern.given], strict=False)
-        return [(tensor, storage.at) for tensor, (_, storage) in of_result if not storage.of_argument]
+        return [(tensor, made.storage.at) for tensor, made in of_result if not made.storage.of_argument]
 
     @property
     def calls(self) -> list[Recorded]:
         """What a run of it would have dispatched."""
-        self.make_all()
+        self._make(len(self.pattern.made))
         found = []
         for call in self.pattern.calls:
             parts = (call.reads, call.writes, call.results, call.args, call.kwargs)
             found.append(Recorded(call.op, *map(self._swapped, parts)))
         return found
 
-    def make_all(self) -> None:
-        """Make also the tensors between arguments and result."""
-        self._make(len(self.pattern.made))
-
     def _make(self, count: int) -> None:
         """Make the first tensors of those that a run makes."""
-        for look, storage in self.pattern.made[len(self.tensors) - self.pattern.arguments : count]:
+        for look, outline, storage in self.pattern.made[len(self.tensors) - self.pattern.arguments : count]:
             if storage.of_argument:
-                tensor = fake_of(look, self._mode, self.tensors[storage.at].untyped_storage())
+                memory = self.tensors[storage.at]
+            elif storage.at in self._new:
+                memory = self._new[storage.at]
             else:
-                tensor = fake_of(look, self._mode, self._new.get(storage.at))
-                self._new.setdefault(storage.at, tensor.untyped_storage())
-            self.tensors.append(tensor)
+                memory = self._new[storage.at] = memory_of(look.bytes, self._mode)
+            self.tensors.append(fake_like(outline, look.device, self._mode, memory))
 
     def _swapped(self, value: Any) -> Any:
         """The value with tensors of this call in place of those of the call that was run."""
@@ -190,8 +205,8 @@ class Repeats:
         of_result = {id(t): t for t in leaves if id(t) not in places}
         between = {id(t): t for t in inner if isinstance(t, Tensor) and id(t) not in places | of_result}
         tensors = [*call.tensors, *of_result.values(), *between.values()]
-        looks = [look_of(tensor, self._mode) for tensor in tensors]
-        if None in looks or any(self._roots.number(t) >= first for t in call.tensors):
+        looks = [look for tensor in tensors if (look := look_of(tensor, self._mode)) is not None]
+        if len(looks) < len(tensors) or any(self._roots.number(t) >= first for t in call.tensors):
             return None
         storages = self._storages(tensors, len(call.tensors), first)
         if len(storages) < len(tensors):
@@ -201,7 +216,6 @@ class Repeats:
         def touched(given: Sequence[Tensor]) -> tuple[Storage, ...]:
             return tuple(dict.fromkeys(at[id(tensor)] for tensor in given))
 
-        begin = len(call.tensors)
         pattern = Pattern(
             facts=facts,
             calls=seen.calls,
@@ -211,11 +225,12 @@ class Repeats:
             reads=touched([t for c in seen.calls for t in c.reads] + call.tensors),
             writes=touched([t for c in seen.calls if footprint.writes_data(c) for t in c.writes]),
             tensors=tuple(tensors),
-            made=tuple(zip(looks[begin:], storages[begin:], strict=True)),  # type: ignore[arg-type]
+            made=tuple(
+                Made(look, outline_of(tensor, self._mode), storage)
+                for look, tensor, storage in [*zip(looks, tensors, storages, strict=True)][len(call.tensors) :]
+            ),
             given=len(of_result),
         )
-        if not self._is_given_again(pattern):
-            return None
         self._seen[call.key] = pattern
         return pattern
 
@@ -228,16 +243,6 @@ class Repeats:
             for number in numbers
             if number >= first or number in known
         ]
-
-    def _is_given_again(self, pattern: Pattern) -> bool:
-        """Whether a repeat makes tensors that look as those of the run: what a storage has around them shows in no
-        sizes and strides.
-        """
-        again = Again(pattern, ((), {}), pattern.tensors[: pattern.arguments], self._mode)
-        again.make_all()
-        pairs = zip(again.tensors, pattern.tensors, strict=True)
-        looks = [(look_of(one, self._mode), look_of(other, self._mode)) for one, other in pairs]
-        return all(one is not None and other is not None and one.key() == other.key() for one, other in looks)
 
     # -- keys
 
