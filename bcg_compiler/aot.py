@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.backends import autocast_now
 from bcg_compiler.errors import AotError
+from bcg_compiler.garbage import seldom_collected
 from bcg_compiler.plan import Plan, Value
 from bcg_compiler.plan.padding import label, symbol_sources
 from bcg_compiler.plan.sizes import evaluate, symbols_in
@@ -239,7 +240,8 @@ def aot_compile(
     entry = types.FunctionType(_call.__code__.replace(co_name=f"aot_entry_{next(_entries)}"), names)
     entry.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
     try:
-        result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
+        with seldom_collected():
+            result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
         if not trace.programs:
             raise AotError(
                 "Dynamo found no operation on tensors in the model, or it is switched off (torch.compiler.set_stance, "

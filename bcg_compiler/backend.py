@@ -24,6 +24,7 @@ from bcg_compiler.compat.regions import inline_regions
 from bcg_compiler.dump import GraphDump
 from bcg_compiler.errors import OptionError, nearest
 from bcg_compiler.facts import AnnotatedGraph, collect_facts
+from bcg_compiler.garbage import seldom_collected
 from bcg_compiler.lower import UnitCompiler, lower
 from bcg_compiler.options import Options, check_mode
 from bcg_compiler.passes import run_passes
@@ -35,6 +36,7 @@ from bcg_compiler.runtime.unsplit import UnsplitProgram
 log = logging.getLogger("bcg_compiler")
 
 
+@seldom_collected()
 def bcg_backend(
     module: GraphModule,
     example_inputs: list[Any],
@@ -108,8 +110,9 @@ def segment_compiler(options: Options, *, on_cuda: bool) -> Any:
 
 
 def start_early(options: Mapping[str, Any] | None, example_inputs: Iterable[Any]) -> None:
-    """Start the processes that Inductor compiles in, if it will be asked: while Dynamo traces there is time for that.
+    """Start the processes that Inductor compiles in, if it will be asked.
 
+    They take seconds to be there, in which Dynamo traces; kernels that are wanted before are compiled one by one, here.
     Options that are wrong are reported by who compiles.
     """
     with suppress(OptionError):

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 import bcg_compiler as bcg
+import bcg_compiler.aot
+import bcg_compiler.backend
 from bcg_compiler.errors import AotError
 from bcg_compiler.runtime import programs_of
 
@@ -378,3 +381,37 @@ def test_results_that_cannot_be_put_together_are_refused() -> None:
         aot(lambda x: 3, torch.ones(3))
     with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(AotError, match="in Python"):
         aot(lambda x: (x.sum().item(), x + 1), torch.ones(3))
+
+
+# -- compile processes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "starts"),
+    [
+        ({"segment_compiler": "inductor"}, True),
+        ({"segment_compiler": "eager"}, False),
+        ({"segment_compiler": lambda module, fakes: module.forward}, False),
+        ({"segment_compiler": "inductor", "capture": "off"}, False),
+        ({}, False),
+    ],
+)
+def test_compile_processes_start_before_the_trace(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], starts: bool
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(bcg_compiler.backend, "start_workers", lambda: events.append("started"))
+
+    def traced(self: Any, module: GraphModule, example_inputs: list[Any]) -> Any:
+        events.append("traced")
+        raise RuntimeError("seen enough")
+
+    monkeypatch.setattr(bcg_compiler.aot._Trace, "backend", traced)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="seen enough"):
+        aot(torch.sin, torch.ones(3), options=options)
+    assert events == ["started", "traced"][not starts :]
+
+
+def test_unknown_options_are_the_backend_s_error() -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="segment_compilr"):
+        aot(torch.sin, torch.ones(3), options={"segment_compilr": "inductor"})

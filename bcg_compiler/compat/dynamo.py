@@ -2,6 +2,7 @@
 and which compiled callable is being run.
 """
 
+import functools
 import os
 import re
 import sys
@@ -86,6 +87,7 @@ def comes_back(node: Node) -> bool:
     return is_static_input(node) or is_held(node)
 
 
+@functools.lru_cache(4096)
 def dotted_path(source: str) -> str:
     """``L['self']._modules['layers']._modules['0']._parameters['weight']`` → ``layers.0.weight``.
 
@@ -125,7 +127,13 @@ def module_classes_of(node: Node) -> tuple[tuple[str, str], ...]:
 
 def user_frame(node: Node) -> tuple[str, int, str] | None:
     """(file, line, text) of the innermost frame outside torch and the compiler that a node was traced from."""
-    lines = (node.meta.get("stack_trace") or "").splitlines()
+    return _user_frame(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(1024)
+def _user_frame(trace: str) -> tuple[str, int, str] | None:
+    # The same text for each layer of a model.
+    lines = trace.splitlines()
     found = None
     for index, line in enumerate(lines):
         match = _FRAME.match(line)

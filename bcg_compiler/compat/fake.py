@@ -1,14 +1,14 @@
 """Fake tensors: is this call a trace, fresh fakes for a graph's inputs, and which storage a tensor lives in."""
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 from torch.utils import _pytree
@@ -19,10 +19,31 @@ __all__ = ["FakeTensor", "FakeTensorMode", "is_traceable_wrapper_subclass", "tre
 
 def tree_leaves(values: Any) -> list[Any]:
     """The leaves of nested containers, the bounds of slices included."""
-    leaves = []
-    for leaf in _pytree.tree_leaves(values):
-        leaves += tree_leaves((leaf.start, leaf.stop, leaf.step)) if isinstance(leaf, slice) else [leaf]
+    leaves: list[Any] = []
+    _add_leaves(values, leaves)
     return leaves
+
+
+def _add_leaves(value: Any, leaves: list[Any]) -> None:
+    kind = type(value)
+    # Asked for every argument of every node: the pytree's own walk costs five times as much.
+    if kind is tuple or kind is list:
+        for item in value:
+            _add_leaves(item, leaves)
+    elif kind is dict:
+        for item in value.values():
+            _add_leaves(item, leaves)
+    elif kind is slice:
+        for item in (value.start, value.stop, value.step):
+            _add_leaves(item, leaves)
+    elif kind is FakeTensor or kind is int or value is None:
+        leaves.append(value)
+    else:
+        for leaf in _pytree.tree_leaves(value):
+            if isinstance(leaf, slice):
+                _add_leaves(leaf, leaves)
+            else:
+                leaves.append(leaf)
 
 
 def is_fake_call(values: Any) -> bool:
@@ -77,6 +98,74 @@ def fresh_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_with_index(tensor.device)
         )
+
+
+class Look(NamedTuple):
+    """All that an operation on fakes can see of a plain one by itself. Sizes, strides and bytes may be symbolic."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    bytes: Any
+    inference: bool
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """All of it that may be symbolic."""
+        return (*self.shape, *self.strides, self.offset, self.bytes)
+
+    def key(self) -> Hashable:
+        """What is equal for equal looks: symbolic numbers by their expressions, which adds no guard."""
+        return (
+            self.dtype,
+            self.device,
+            len(self.shape),
+            self.inference,
+            tuple([n if type(n) is int else ("symbolic", size_expression(n)) for n in self.numbers]),
+        )
+
+
+def look_of(tensor: Any, mode: FakeTensorMode) -> Look | None:
+    """The look of a fake of ``mode``; ``None`` for other tensors, and for fakes that say more of themselves."""
+    if type(tensor) is not FakeTensor or tensor.fake_mode is not mode or tensor.constant is not None:
+        return None
+    if not is_plain(tensor) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return None
+    return Look(
+        tensor.dtype,
+        tensor.device,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.is_inference(),
+    )
+
+
+def outline_of(fake: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor on the meta device with the sizes, strides, offset and dtype that a fake has now, for ``fake_like``."""
+    with in_kernel_invocation_manager(mode):
+        return fake.detach()
+
+
+def memory_of(bytes: Any, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor on the meta device in a new storage of this many bytes, which may be symbolic."""
+    with in_kernel_invocation_manager(mode):
+        return torch.empty(bytes, dtype=torch.uint8, device="meta")
+
+
+def fake_like(outline: torch.Tensor, device: torch.device, mode: FakeTensorMode, memory: torch.Tensor) -> torch.Tensor:
+    """A new fake of ``mode`` that looks like ``outline``, in the storage of ``memory``.
+
+    A tenth of what an operation on fakes costs, and less where sizes are symbolic: nothing is dispatched, and what was
+    found out of symbolic strides is kept. ``set_`` would find it out again.
+    """
+    with in_kernel_invocation_manager(mode):
+        meta = outline.detach()
+        torch._functionalize_unsafe_set(meta, memory)
+        return FakeTensor(mode, meta, device)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -2,6 +2,8 @@
 
 ``node``       the facts of one node: pure data
 ``collect``    runs the graph and collects the facts of all nodes
+``repeats``    nodes that are equal to earlier ones, which are not run again
+``roots``      storages by small numbers
 ``allocations``  the storages that a node allocates
 ``footprint``  from recorded ATen operations to kernels, syncs, effects
 ``known_ops``  what neither schema nor tag of an operation tells

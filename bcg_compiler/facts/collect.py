@@ -7,7 +7,7 @@ Note [Why a second run on fakes]
     operations and custom ops alike. No guard may be added on the way: symbolic sizes are only ever printed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,10 +20,8 @@ from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.fake import (
     FakeTensorMode,
     fresh_fake,
-    is_traceable_wrapper_subclass,
     size_conditions,
     size_expression,
-    storage_key,
     tracing,
     tracing_fake_mode,
     tree_leaves,
@@ -45,7 +43,9 @@ from bcg_compiler.facts.node import (
     Source,
     TensorSpec,
 )
-from bcg_compiler.facts.row_proof import row_verdicts
+from bcg_compiler.facts.repeats import Again, Call, Pattern, Repeats, Seen, Storage
+from bcg_compiler.facts.roots import Roots, storage_keys
+from bcg_compiler.facts.row_proof import Ran, row_verdicts
 from bcg_compiler.facts.sizes import Symbols
 
 
@@ -68,7 +68,8 @@ class _Collector:
         self.module = module
         self.declared = declared
         self.mode = tracing_fake_mode()
-        self.roots = _Roots()
+        self.roots = Roots()
+        self.repeats = Repeats(self.mode, self.roots)
         self.values: dict[Node, Any] = {}
         self.facts: dict[Node, NodeFacts] = {}
         self.input_facts: dict[Node, NodeFacts] = {}
@@ -79,7 +80,8 @@ class _Collector:
         self.inputs = dict(zip(placeholders, example_inputs, strict=True))
         self.symbols = Symbols(frozenset())
         self.device = "cpu"
-        self._pending: list[tuple[Node, list[Recorded], Any, Any]] = []
+        self._seen: dict[Node, Seen | Again] = {}
+        self._patterns: dict[Node, Pattern] = {}  # what nodes have in common that do the same
         self._depth = 0  # functorch transforms that are open
         self._region: int | None = None
 
@@ -96,7 +98,7 @@ class _Collector:
                     self.modes.see(node, ordinal)
                     self.values[node] = self._call(node)
                 else:
-                    self._run_node(node, ordinal)
+                    self._see_node(node, ordinal)
         self._add_reasons()
 
     def annotated(self) -> AnnotatedGraph:
@@ -131,8 +133,11 @@ class _Collector:
                 outside.append(fake)
             else:
                 callers[facts.ordinal] = fake
-        ran = [(node, self.facts[node], calls, given, result) for node, calls, given, result in self._pending]
-        return row_verdicts(callers, outside, ran, tree_leaves(self._given(self.module.graph.output_node().args)))
+        returned = tree_leaves(self._given(self.module.graph.output_node().args))
+        return row_verdicts(callers, outside, self._ran, returned)
+
+    def _ran(self) -> list[Ran]:
+        return [(n, self.facts[n], seen.calls, seen.given, seen.result) for n, seen in self._seen.items()]
 
     def _input_views(self) -> frozenset[tuple[int, int]]:
         inputs = {key: f.ordinal for n, f in self.input_facts.items() for key in _keys_of(self.values[n])}
@@ -182,8 +187,53 @@ class _Collector:
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
-    def _run_node(self, node: Node, ordinal: int) -> None:
+    def _see_node(self, node: Node, ordinal: int) -> None:
         group = self._group(node, ordinal)
+        given = self._given(node.args), self._given(node.kwargs)
+        streams = dynamo.streams_of(node)
+        known = streams is not None or _reads_a_number(node)
+        in_transform = self._depth > 0 or is_functorch_node(node)
+        call = None if known or in_transform else self.repeats.call(node, *given)
+        again = None if call is None else self.repeats.again(call, given)
+        if again is None:
+            self._run_node(node, ordinal, group, call)
+        else:
+            self._repeat_node(node, ordinal, group, again)
+
+    def _repeat_node(self, node: Node, ordinal: int, group: int, again: Again) -> None:
+        pattern = again.pattern
+        first = self.roots.reserve(pattern.count)
+        for tensor, at in again.made:
+            self.roots.place(tensor, first + at)
+
+        def touched(storages: Iterable[Storage]) -> frozenset[int]:
+            new = {first + storage.at for storage in storages if not storage.of_argument}
+            return self.roots.of([again.tensors[s.at] for s in storages if s.of_argument]) | new
+
+        reads = touched(pattern.reads)
+        tensors = _tensors(again.result)
+        for tensor in tensors:
+            self._see_device(tensor)
+        results = self.roots.of(tensors)
+        if _gives_argument(pattern.facts.aten):
+            results = self.roots.may_alias(results, reads)
+        moved = first - pattern.first
+        self.values[node] = again.result
+        self.facts[node] = replace(
+            pattern.facts,
+            ordinal=ordinal,
+            **_place_of(node),
+            reads=reads,
+            writes=touched(pattern.writes) | {root for root in pattern.facts.writes if root < 0},
+            results=results,
+            fresh=frozenset(root for root in results if root >= first),
+            allocates=tuple(replace(new, root=new.root + moved) for new in pattern.facts.allocates),
+            mode=self.modes.state,
+            group=group,
+        )
+        self._seen[node], self._patterns[node] = again, pattern
+
+    def _run_node(self, node: Node, ordinal: int, group: int, call: Call | None) -> None:
         args, kwargs = self._given(node.args), self._given(node.kwargs)
         before = self.roots.known
         recorder = OpRecorder()
@@ -225,20 +275,17 @@ class _Collector:
         for tensor in tensors:
             self._see_device(tensor)
         results = self.roots.of(tensors)
-        gives_argument = any(name.partition(".")[0] in known_ops.MAY_GIVE_AN_ARGUMENT for name in recorder.names)
+        gives_argument = _gives_argument(recorder.names)
         if isinstance(node.target, BoundBreak):
             # Whatever its fake says, the body may hand an argument back; and it may keep what it was given.
             results = self.roots.may_alias(results, reads)
             self.roots.reachable |= results
         elif gives_argument:
             results = self.roots.may_alias(results, reads)
-        frame = dynamo.user_frame(node)
         self.facts[node] = NodeFacts(
             ordinal=ordinal,
             op=footprint.node_name(node),
-            module=dynamo.module_of(node)[0],
-            modules=dynamo.module_classes_of(node),
-            source=Source(*frame) if frame else None,
+            **_place_of(node),
             aten=tuple(recorder.names),
             kernels=footprint.kernel_count(node, calls),
             reads=reads,
@@ -255,7 +302,11 @@ class _Collector:
             mode=self.modes.state,
             group=group,
         )
-        self._pending.append((node, calls, (args, kwargs), result))
+        self._seen[node] = seen = Seen((args, kwargs), calls, result)
+        if call is not None and failure is None:
+            pattern = self.repeats.keep(node, call, seen, self.facts[node], before)
+            if pattern is not None:
+                self._patterns[node] = pattern
 
     def _call(self, node: Node) -> Any:
         args, kwargs = self._given(node.args), self._given(node.kwargs)
@@ -319,14 +370,21 @@ class _Collector:
     def _add_reasons(self) -> None:
         """Once all devices are known: whether a CPU tensor is out of place depends on the whole graph."""
         live: set[Node] = set()  # numbers that are new at each call, also where Dynamo knows their value
-        for node, calls, given, result in self._pending:
-            found = footprint.reasons_against_capture(
-                node, calls, given, result, self.symbols, self.device, self.declared
-            )
+        known: dict[Pattern, tuple[Reason, ...]] = {}
+        for node, seen in self._seen.items():
+            pattern = self._patterns.get(node)
+            if pattern in known:
+                found = known[pattern]
+            else:
+                found = footprint.reasons_against_capture(
+                    node, seen.calls, seen.given, seen.result, self.symbols, self.device, self.declared
+                )
+                if pattern is not None:
+                    known[pattern] = found
             if not found and live & set(node.all_input_nodes):
                 found = (Reason("host_number", "an argument is a number read on the host"),)
             if found:
-                if any(isinstance(leaf, _NUMBERS) for leaf in tree_leaves(result)):
+                if any(isinstance(leaf, _NUMBERS) for leaf in tree_leaves(seen.result)):
                     live.add(node)
                 facts = self.facts[node]
                 self.facts[node] = replace(facts, uncapturable=(*facts.uncapturable, *found))
@@ -336,72 +394,7 @@ class _Collector:
             self.device = str(tensor.device)
 
 
-class _Roots:
-    """Storages by small numbers. A root outlives the tensor that showed it, so that no number is used twice."""
-
-    def __init__(self) -> None:
-        self._by_storage: dict[int, int] = {}
-        self._inputs: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []
-        self._kinds: dict[int, set[str]] = {}
-        self._also: dict[int, frozenset[int]] = {}
-        self.reachable: frozenset[int] = frozenset()  # what break functions have seen
-        self.known = 0
-
-    def of_input(self, real: torch.Tensor, fake: torch.Tensor, node: Node) -> frozenset[int]:
-        """The root of an input or constant: the same one for those that share a storage when compiled."""
-        key = storage_key(real)
-        root = self._inputs.setdefault(id(real) if key is None else key, self.known)
-        self.known = max(self.known, root + 1)
-        static = node.op == "get_attr" or dynamo.is_static_input(node)
-        kind = "user" if not static else "parameter" if isinstance(real, torch.nn.Parameter) else "buffer"
-        if kind == "user" and dynamo.is_held(node):
-            kind = "buffer"  # of an object that is no module
-        self._kinds.setdefault(root, set()).add(kind)
-        self._alive += [real, fake]
-        for key in _storage_keys(fake):
-            self._by_storage[key] = root
-        return frozenset({root})
-
-    def of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
-        """The roots of ``tensors``; a storage not seen before gets a new one."""
-        found: set[int] = set()
-        for tensor in tensors:
-            for key in _storage_keys(tensor):
-                if key not in self._by_storage:
-                    self._by_storage[key] = self.known
-                    self._alive.append(tensor)
-                    self.known += 1
-                root = self._by_storage[key]
-                found |= {root} | self._also.get(root, frozenset())
-        return frozenset(found)
-
-    def number(self, tensor: torch.Tensor) -> int:
-        """The root of the storage that ``tensor`` itself lives in, whatever else it counts as."""
-        self.of([tensor])
-        (key,) = _storage_keys(tensor)
-        return self._by_storage[key]
-
-    def may_alias(self, roots: frozenset[int], others: frozenset[int]) -> frozenset[int]:
-        """From here on a tensor of ``roots`` counts as one of ``others``, too."""
-        for root in roots:
-            self._also[root] = self._also.get(root, frozenset()) | others
-        return roots | others
-
-    @property
-    def outside(self) -> frozenset[int]:
-        return frozenset(self._kinds)
-
-    @property
-    def parameters(self) -> frozenset[int]:
-        return frozenset(root for root, kinds in self._kinds.items() if kinds == {"parameter"})
-
-    @property
-    def buffers(self) -> frozenset[int]:
-        return frozenset(root for root, kinds in self._kinds.items() if "buffer" in kinds)
-
-
-def _with_outside_effects(facts: dict[Node, NodeFacts], roots: _Roots) -> dict[Node, NodeFacts]:
+def _with_outside_effects(facts: dict[Node, NodeFacts], roots: Roots) -> dict[Node, NodeFacts]:
     """Add what the graph alone does not show.
 
     Note [What may be touched unseen]
@@ -474,16 +467,22 @@ def _reads_a_number(node: Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
-def _storage_keys(tensor: torch.Tensor) -> list[int]:
-    if is_traceable_wrapper_subclass(tensor):
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [key for t in inner for key in _storage_keys(t)]
-    key = storage_key(tensor)
-    return [id(tensor) if key is None else key]
+def _place_of(node: Node) -> dict[str, Any]:
+    """Where a node is in the user's code."""
+    frame = dynamo.user_frame(node)
+    return {
+        "module": dynamo.module_of(node)[0],
+        "modules": dynamo.module_classes_of(node),
+        "source": Source(*frame) if frame else None,
+    }
+
+
+def _gives_argument(names: Iterable[str]) -> bool:
+    return any(name.partition(".")[0] in known_ops.MAY_GIVE_AN_ARGUMENT for name in names)
 
 
 def _keys_of(value: Any) -> list[int]:
-    return [key for tensor in _tensors(value) for key in _storage_keys(tensor)]
+    return [key for tensor in _tensors(value) for key in storage_keys(tensor)]
 
 
 def _size(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Follows rows through a recorded graph, to a verdict. See Note [What is proven about rows] in ``rows.py``."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,22 @@ Ran = tuple[Node, NodeFacts, Sequence[Recorded], Any, Any]
 
 
 def row_verdicts(
-    inputs: Mapping[int, torch.Tensor], outside: Iterable[torch.Tensor], ran: Sequence[Ran], returned: Sequence[Any]
+    inputs: Mapping[int, torch.Tensor],
+    outside: Iterable[torch.Tensor],
+    record: Callable[[], Sequence[Ran]],
+    returned: Sequence[Any],
 ) -> tuple[RowVerdict, ...]:
     """A verdict for each symbol that is a size of an input.
 
     ``inputs`` are the fakes of the caller's tensors by ordinal, ``outside`` those of parameters, buffers and constants,
-    ``returned`` the values of the graph's result.
+    ``returned`` the values of the graph's result. ``record`` is asked for what ran, if there is such a symbol.
     """
     places: dict[str, list[tuple[int, int]]] = {}
     for ordinal, fake in inputs.items():
         for dim, size in enumerate(fake.shape):
             if isinstance(size, torch.SymInt):
                 places.setdefault(str(size_expression(size)), []).append((ordinal, dim))
+    ran = record() if places else ()
     return tuple(
         _Proof(symbol).verdict(tuple(where), [*inputs.values(), *outside], ran, returned)
         for symbol, where in places.items()

@@ -337,8 +337,13 @@ class _Builder:
             own = set(piece)
             return frozenset(i for i, n in enumerate(piece) if n in leaving or not own.issuperset(n.users))
 
+        keys: dict[tuple[Node, ...], str] = {}
+
         def body(piece: Sequence[Node]) -> str:
-            return self._key(piece, (), self.graph_symbols)
+            known = tuple(piece)
+            if known not in keys:
+                keys[known] = self._key(piece, (), self.graph_symbols)
+            return keys[known]
 
         pieces = [(piece, body(piece)) for piece in cut_units(inside, self.graph.facts.__getitem__, body)]
         # Of the last layer fewer values are taken than of others. It gives them all the same: that is one unit less.

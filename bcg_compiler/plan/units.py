@@ -32,7 +32,8 @@ def cut_units(
     leaves a compiler at most half of it to see; and around bodies that no compiler sees. Cuts are in front of products,
     if that makes no more parts to compile than cuts between layers.
     """
-    for pieces in (_by_layer(nodes, facts), _by_period(nodes, facts)):
+    for cut in (_by_layer, _by_period):  # the second one takes time with the square of the nodes
+        pieces = cut(nodes, facts)
         if len(pieces) < 3:
             continue
         ways = [whole_groups(_around_bodies(way, facts), facts) for way in (_from_products(pieces, facts), pieces)]

@@ -229,20 +229,3 @@ def test_code_for_other_sizes_is_not_found_in_the_caches() -> None:
         for rows in (6, 7, 12, 4, 3, 5):
             x = torch.randn(rows, 4)
             assert torch.equal(compiled(x), first_five(x))
-
-
-@pytest.mark.parametrize("compiler", ["inductor", "eager"])
-def test_ahead_of_time_processes_that_compile_start_before_the_trace(compiler: str, monkeypatch: Any) -> None:
-    """They need seconds to start; a trace of many layers takes as long."""
-    seen: list[str] = []
-    compiles = backend.bcg_backend
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        seen.append("traced")
-        return compiles(*args, **kwargs)
-
-    monkeypatch.setattr(backend, "start_workers", lambda: seen.append("started"))
-    monkeypatch.setattr(backend, "bcg_backend", traced)
-    with torch.no_grad():
-        bcg.aot_compile(Layer(), (torch.ones(3, 8),), options={**OPTIONS, "segment_compiler": compiler})
-    assert seen == (["started", "traced"] if compiler == "inductor" else ["traced"])
