@@ -5,6 +5,7 @@ one behind the other each takes its own latency; on streams that are forked and 
 compiler of segments knows of one stream, so it is given one operation for all of them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from operator import getitem
@@ -113,7 +114,8 @@ def _is_product_of_weights(graph: AnnotatedGraph, node: Node, given: set[Node]) 
 
 def _may_fit(graph: AnnotatedGraph, products: Sequence[Node]) -> bool:
     results = [graph.fakes[node] for node in products]
-    return fit(results[0].shape[:-1].numel(), [result.shape[-1] for result in results], results[0].device)
+    rows = math.prod(results[0].shape[:-1])  # numel() would make a constant of a size that is open
+    return fit(rows, [result.shape[-1] for result in results], results[0].device)
 
 
 def side_by_side(module: GraphModule, positions: Sequence[Sequence[int]]) -> GraphModule:
