@@ -181,6 +181,7 @@ class _Trace:
         self._sources = [dynamo.source_name(node) for node in module.graph.find_nodes(op="placeholder")]
         program = bcg_backend(module, example_inputs, options=self._options)
         self.programs = [program]  # Dynamo may ask twice, and drops the first answer
+        dynamo.drop_guards()
         (returned,) = module.graph.output_node().args
         self.sentinels = [_sentinel(at, node) for at, node in enumerate(returned)]  # type: ignore[arg-type]
 

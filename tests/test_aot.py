@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.guards import GuardBuilder
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._pytree import tree_leaves
 
 import bcg_compiler as bcg
@@ -415,3 +417,30 @@ def test_compile_processes_start_before_the_trace(
 def test_unknown_options_are_the_backend_s_error() -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="segment_compilr"):
         aot(torch.sin, torch.ones(3), options={"segment_compilr": "inductor"})
+
+
+# -- guards ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_guards_are_made_for_an_entry_that_is_not_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    match = GuardBuilder.TENSOR_MATCH
+
+    def counted(self: Any, guard: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(guard.name if isinstance(guard.name, str) else guard.name())
+        return match(self, guard, *args, **kwargs)
+
+    # Dynamo keeps the name of what makes a guard, and finds it here.
+    counted.__name__ = match.__name__
+    monkeypatch.setattr(GuardBuilder, "TENSOR_MATCH", counted)
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(torch.sin, backend="bcg", options=OPTIONS)(x), torch.sin(x))
+    assert made
+    made.clear()
+    assert torch.equal(aot(torch.sin, x)(x), torch.sin(x))
+    assert not made
+
+
+def test_a_marked_size_that_the_model_fixes_is_dynamo_s_error() -> None:
+    with pytest.raises(ConstraintViolationError, match="specialized it to be a constant"):
+        aot(lambda x, w: x + w, rows(4, 3), torch.ones(4, 3))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils
+from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
 from bcg_compiler.compat.fake import object_at
@@ -252,6 +253,17 @@ def _output_graph() -> Any:
             return frame.f_locals.get("self")
         frame = frame.f_back
     return None
+
+
+def drop_guards() -> None:
+    """Have Dynamo make no guards for the trace that a backend is called for, where its entry is not called again.
+
+    Those on sizes stay: making them says that a dimension was marked as open which is not.
+    """
+    context = TracingContext.try_get()
+    if context is not None:
+        guards = context.guards_context.dynamo_guards
+        guards.inner = type(guards.inner)(guard for guard in guards if guard.create_fn_name() == "SHAPE_ENV")
 
 
 def lasting_effects() -> list[str]:
