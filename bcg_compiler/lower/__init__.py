@@ -5,6 +5,7 @@
 ``writer``   lines of source text that know which node they are for
 ``program``  a function for each segment, and the flat function over all steps, eagerly
 ``units``    compiles the units of segments
+``beside``   products of one input, which a compiler is given as one operation
 ``compiled`` a unit with what a compiler made of it
 ``stubs``    what a capture does in place of break functions
 ``replay``   the flat function over replays and breaks of one capture
