@@ -395,7 +395,6 @@ def test_results_that_cannot_be_put_together_are_refused() -> None:
         ({"segment_compiler": "eager"}, False),
         ({"segment_compiler": lambda module, fakes: module.forward}, False),
         ({"segment_compiler": "inductor", "capture": "off"}, False),
-        ({}, False),
     ],
 )
 def test_compile_processes_start_before_the_trace(

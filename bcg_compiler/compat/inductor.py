@@ -1,5 +1,6 @@
 """Inductor as a compiler of small graphs (run with torch 2.11, 2.13 and 2.14)."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -55,8 +56,31 @@ def compile_graph(
     granted = "; ".join(condition for mode in modes for condition in size_conditions(mode))
     config: Any = torch.compiler.config  # its methods are not known to type checkers
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
-    with ambient, caches, torch.no_grad():
+    with ambient, caches, _numbers_stay_open(), torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
+
+
+@contextmanager
+def _numbers_stay_open() -> Iterator[None]:
+    """Keep AOTAutograd from having Dynamo trace once more, with a constant for each number that is open.
+
+    It does that for all numbers of the shape environment that it does not find in the graph as tensors; and those of a
+    whole model are not in a unit, which takes none that is read on the host. Other threads compile as ever.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    module: Any = graph_compile
+    thread, before = threading.get_ident(), module.tensorify_python_scalars
+
+    def leave(*args: Any) -> None:
+        if threading.get_ident() != thread:
+            before(*args)
+
+    module.tensorify_python_scalars = leave
+    try:
+        yield
+    finally:
+        module.tensorify_python_scalars = before
 
 
 @contextmanager
