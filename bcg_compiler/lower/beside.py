@@ -39,7 +39,7 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> li
     On CUDA the narrower products are on streams of their own, if there is room for them beside the widest.
     """
     results = _results(x, weights)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2)
     device = str(x.device)
     columns = [weight.shape[0] for weight in weights]
     widest = columns.index(max(columns))
@@ -50,7 +50,7 @@ def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> li
     for stream in set(streams.values()):
         fork_stream(stream, device)
     for at, (weight, bias, result) in enumerate(zip(weights, biases, results, strict=True)):
-        out = result.view(-1, weight.shape[0])
+        out = result.flatten(0, -2)
         with on_stream(streams[at], device) if at in streams else nullcontext():
             if bias is None:
                 torch.mm(rows, weight.t(), out=out)
@@ -106,7 +106,8 @@ def _is_product_of_weights(graph: AnnotatedGraph, node: Node, given: set[Node]) 
     return (
         len(fakes) == 1 + len(weights)
         and all(isinstance(fake, Tensor) and not fake.requires_grad for fake in fakes)
-        and len({fake.dtype for fake in fakes}) == 1
+        # In the caller's autocast the result has another dtype, by a cast of ``F.linear`` that ``linears`` does not do.
+        and len({fake.dtype for fake in (*fakes, graph.fakes[node])}) == 1
         and fakes[0].dim() > 1
         and [fake.dim() for fake in fakes[1:]] == [2, 1][: len(weights)]
     )

@@ -98,6 +98,22 @@ def test_a_weight_that_is_computed_is_not_there_yet(seen: list[list[str]]) -> No
     assert not any("linears.default" in names for names in seen)
 
 
+def test_in_the_callers_autocast_products_are_cast(seen: list[list[str]]) -> None:
+    """Autocast knows of ``F.linear`` and not of what stands for several: results were float32 in place of bfloat16."""
+    model = nn.ModuleList([nn.Linear(8, 16), nn.Linear(8, 4)])
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.relu(linear(x)) for linear in model)
+
+    compiled = torch.compile(fn, backend="bcg", options=OPTIONS)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            x = torch.randn(5, 8)
+            for got, wanted in zip(compiled(x), fn(x), strict=True):
+                torch.testing.assert_close(got, wanted)
+    assert seen and not any("linears.default" in names for names in seen)
+
+
 def test_products_of_different_inputs_are_two_groups(seen: list[list[str]]) -> None:
     a, b, c, d = (nn.Linear(8, 4) for _ in range(4))
 
@@ -121,11 +137,12 @@ def test_a_function_of_the_users_gets_the_operations_as_they_are() -> None:
     assert given and not any("linears" in target for target in given[0])
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (0, 8)])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (0, 8), (2, 0, 8), (5, 0)])
 @pytest.mark.parametrize("biased", [(False, False), (True, False), (True, True)])
-def test_the_operation_is_what_it_stands_for(shape: tuple[int, ...], biased: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("narrow", [4, 0])
+def test_the_operation_is_what_it_stands_for(shape: tuple[int, ...], biased: tuple[bool, ...], narrow: int) -> None:
     x = torch.randn(*shape)
-    weights = [torch.randn(4, 8), torch.randn(6, 8)]
+    weights = [torch.randn(columns, shape[-1]) for columns in (narrow, 6)]
     biases = [torch.randn(len(w)) if has else None for w, has in zip(weights, biased, strict=True)]
     for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
         torch.testing.assert_close(got, F.linear(x, weight, bias))
