@@ -136,7 +136,9 @@ def _write_units(writer: Writer, step: Step, compiled: Mapping[str, Callable[...
             writer.line(f"        ({results}) = {call}{where}" if results else f"        {call}{where}", step, first)
         else:
             writer.statements(step, "        ", set(unit.nodes), kept=kept)
-        if dead := [f"v{o}" for o in sorted(dying) if dying[o] == index]:
+        # What a unit gives that nobody takes, as equal ones do, has a name only where code has given it.
+        named = [o for o in sorted(dying) if unit.key in compiled or writer.nodes[o].users]
+        if dead := [f"v{o}" for o in named if dying[o] == index]:
             writer.line(f"        del {', '.join(dead)}")
 
 

@@ -164,6 +164,36 @@ def test_one_of_several_equal_units_is_given_one_memory_twice() -> None:
     assert check(Layers(), *THREE).eager_units == {"unit_alias": 1}
 
 
+class Scales(nn.Module):
+    """A layer that is not compiled: what a dropout gives is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x.mul_(2), 0.1, False)
+        return x + torch.relu(self.up(x))
+
+
+def test_what_the_last_of_equal_layers_gives_may_be_nobodys() -> None:
+    """Run as it is, the unit gave it no name, and it was deleted by its name."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Scales() for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            for layer in self.layers:
+                before = x.sin()
+                x = layer(x)
+            return before
+
+    assert check(Layers(), *[lambda: (torch.ones(3, 4),)] * 3).eager_units
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_two_results_of_a_unit_that_share_memory_which_is_written_later(monkeypatch: Any, cut: int) -> None:
     """Nothing makes a compiler put a value and its view by another dtype into one memory."""
