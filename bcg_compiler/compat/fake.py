@@ -163,9 +163,23 @@ def fake_like(outline: torch.Tensor, device: torch.device, mode: FakeTensorMode,
     found out of symbolic strides is kept. ``set_`` would find it out again.
     """
     with in_kernel_invocation_manager(mode):
-        meta = outline.detach()
+        meta = outline.data  # and not detach(): writes to the one would be counted as writes to the other
         torch._functionalize_unsafe_set(meta, memory)
         return FakeTensor(mode, meta, device)
+
+
+def keeps_sizes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor keeps the symbols of sizes that are read from its data, to give them the next time, too."""
+    return type(tensor) is FakeTensor and not tensor.is_inference()
+
+
+def forget_sizes(fake: torch.Tensor) -> None:
+    """Let sizes that are read from the data of ``fake`` be new ones from here on, as they are once it is written.
+
+    A fake sees that by its version, which only a write that is run on it changes, or on a view that an operation made.
+    """
+    assert isinstance(fake, FakeTensor)
+    fake.nonzero_memo = fake.item_memo = fake.unique_memo = fake.unique_consecutive_memo = None
 
 
 def _with_index(device: torch.device) -> torch.device:

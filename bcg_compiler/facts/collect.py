@@ -19,7 +19,9 @@ from bcg_compiler.breaks import BoundBreak
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.fake import (
     FakeTensorMode,
+    forget_sizes,
     fresh_fake,
+    keeps_sizes,
     size_conditions,
     size_expression,
     tracing,
@@ -82,6 +84,7 @@ class _Collector:
         self.device = "cpu"
         self._seen: dict[Node, Seen | Again] = {}
         self._patterns: dict[Node, Pattern] = {}  # what nodes have in common that do the same
+        self._measured: list[torch.Tensor] = []  # whose data gave the size of another
         self._depth = 0  # functorch transforms that are open
         self._region: int | None = None
 
@@ -199,6 +202,10 @@ class _Collector:
             self._run_node(node, ordinal, group, call)
         else:
             self._repeat_node(node, ordinal, group, again)
+        # A write by a repeat, or through what a repeat made, is none that a fake has seen.
+        for tensor in self._measured:
+            if self.roots.number(tensor) in self.facts[node].writes:
+                forget_sizes(tensor)
 
     def _repeat_node(self, node: Node, ordinal: int, group: int, again: Again) -> None:
         pattern = again.pattern
@@ -303,6 +310,7 @@ class _Collector:
             group=group,
         )
         self._seen[node] = seen = Seen((args, kwargs), calls, result)
+        self._measured += [t for c in calls if self.symbols.data(c.results) for t in c.reads if keeps_sizes(t)]
         if call is not None and failure is None:
             pattern = self.repeats.keep(node, call, seen, self.facts[node], before)
             if pattern is not None:

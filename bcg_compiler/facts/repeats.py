@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from bcg_compiler.breaks import BoundBreak
+from bcg_compiler.compat.backends import attention_kernels
 from bcg_compiler.compat.fake import (
     FakeTensorMode,
     Look,
@@ -289,6 +290,8 @@ def _modes() -> Hashable:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        attention_kernels(),
         *autocast,
     )
 

@@ -224,6 +224,50 @@ def test_sizes_read_from_data_are_new_each_time(facts_of: Facts, repeats: list[s
     assert one != other
 
 
+def test_a_size_is_read_anew_after_a_write_by_a_repeat(facts_of: Facts, repeats: list[str]) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        first = x.nonzero()
+        x.logical_not_()
+        second = x.nonzero()
+        x.logical_not_()
+        return first, second, x.nonzero(), x.nonzero()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = facts_of(fn, torch.ones(4, dtype=torch.bool))
+    assert repeats == [".logical_not_"]
+    sizes = [f.specs[0].shape[0] for f in found.all(".nonzero")]
+    assert len(set(sizes[:3])) == 3 and sizes[2] == sizes[3]
+
+
+def test_a_size_is_read_anew_after_a_write_through_a_view_by_a_repeat(facts_of: Facts, repeats: list[str]) -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        one, other = x.view(-1), y.view(-1)
+        first, second = y.nonzero(), other.nonzero()
+        one.logical_not_()
+        again = y.nonzero(), other.nonzero()
+        other.logical_not_()
+        return first, second, *again, y.nonzero(), other.nonzero()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = facts_of(fn, torch.ones(4, 1, dtype=torch.bool), torch.ones(4, 1, dtype=torch.bool))
+    assert repeats == [".view", ".logical_not_"]
+    first, second, *kept, last, through_view = (f.specs[0].shape[0] for f in found.all(".nonzero"))
+    assert kept == [first, second]
+    assert len({first, second, last, through_view}) == 4
+
+
+def test_attention_kernels_are_part_of_a_call(facts_of: Facts, repeats: list[str]) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        one = F.scaled_dot_product_attention(x, x, x)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return one, F.scaled_dot_product_attention(x, x, x)
+
+    found = facts_of(fn, torch.ones(1, 2, 4, 4))
+    assert not repeats
+    chosen, plain = found.all("scaled_dot_product_attention")
+    assert chosen.aten != plain.aten
+
+
 def test_random_numbers_are_ordered_in_repeats_too(facts_of: Facts, repeats: list[str]) -> None:
     found = facts_of(lambda x, y: (torch.rand_like(x), torch.rand_like(y)), torch.ones(4), torch.ones(4))
     assert repeats == ["rand_like"]
