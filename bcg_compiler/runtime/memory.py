@@ -171,8 +171,8 @@ class View(NamedTuple):
     def of(cls, tensor: Tensor, base: Tensor | None = None) -> "View":
         """The view that ``tensor`` is of its storage; with the offset from where ``base`` begins, if given."""
         offset = int(tensor.storage_offset())
-        if base is not None:
-            offset = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
+        if base is not None:  # no element, no address
+            offset = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size() if tensor.numel() else 0
         bits = tensor.is_conj(), tensor.is_neg()
         return cls(tensor.shape, tensor.stride(), offset, tensor.dtype, *bits, tensor.requires_grad)
 

@@ -407,6 +407,14 @@ def test_view_that_nobody_reads(compile_pair: Any, breaks: SimpleNamespace, rand
             pair(rand(4, 4))
 
 
+def test_empty_views_of_an_argument_are_returned(compile_pair: Any, rand: Any) -> None:
+    """No element has no address, and where a view lies in its argument was told by addresses."""
+    pair = compile_pair(lambda x: (x * 2, x[:0], x[:, 1:][:0], x[:, 1:]))
+    with bcg.counters.expect(replays=2, eager_runs={"warm_up": 1}):
+        for _ in range(3):
+            pair(rand(4, 4))
+
+
 def _shared_and_conjugate(b: SimpleNamespace, x: Tensor) -> Any:
     h = b.wall(x) * 2
     return h, h.conj(), h.conj().imag
