@@ -58,6 +58,16 @@ def test_thresholds_of_somebody_who_wants_fewer_collections_are_left(thresholds:
         gc.set_threshold(*before)
 
 
+def test_thresholds_that_are_set_meanwhile_are_left() -> None:
+    before = gc.get_threshold()
+    try:
+        with seldom_collected():
+            gc.set_threshold(123, 4, before[2])
+        assert gc.get_threshold()[:2] == (123, 4)
+    finally:
+        gc.set_threshold(*before)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_compile_is_such_a_block(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     seen: list[int] = []
