@@ -39,7 +39,7 @@ def choose_padding(
     if options.token_dim is None and proxies:
         meant = [v for v in meant if any(ordinal in proxies and dim == 0 for ordinal, dim in v.inputs)]
     if not meant:
-        return Reason("no_token_dim", _no_token_dim(options.token_dim))
+        return Reason("no_token_dim", _no_token_dim(options.token_dim, values, verdicts))
     if len(meant) > 1:
         return Reason("ambiguous_tokens", _ambiguous(values, meant))
     (verdict,) = meant
@@ -86,29 +86,43 @@ def _of_tokens(
         name, _, number = wanted.rpartition(":")
         verdicts = [v for v in verdicts if any(_is_meant(values[o], d, name, int(number)) for o, d in v.inputs)]
     elif wanted is not None:
-        verdicts = [v for v in verdicts if any(d == wanted % len(values[o].specs[0].shape) for o, d in v.inputs)]
+        verdicts = [v for v in verdicts if any(_is_dim(values[o], d, wanted) for o, d in v.inputs)]
     return verdicts
 
 
 def _ambiguous(values: Mapping[int, Value], verdicts: Sequence[RowVerdict]) -> str:
-    places = [place for verdict in verdicts for place in verdict.inputs]
-    listed = ", ".join(f"dimension {dim} of {label(values[ordinal])}" for ordinal, dim in places)
-    name = values[places[0][0]].argument or values[places[0][0]].name
+    first, _ = verdicts[0].inputs[0]
+    name = values[first].argument or values[first].name
     return (
-        f"the ladder could be for several sizes that the graph leaves open: {listed}. Say which is the number of "
-        f"tokens (options={{'token_dim': '{name}:DIMENSION'}}), or make the others static (torch._dynamo.mark_static)"
+        f"the ladder could be for several sizes that the graph leaves open: {_listed(values, verdicts)}. Say which is "
+        f"the number of tokens (options={{'token_dim': '{name}:DIMENSION'}}), or make the others static "
+        f"(torch._dynamo.mark_static)"
     )
 
 
+def _listed(values: Mapping[int, Value], verdicts: Sequence[RowVerdict]) -> str:
+    places = [place for verdict in verdicts for place in verdict.inputs]
+    return ", ".join(f"dimension {dim} of {label(values[ordinal])}" for ordinal, dim in places)
+
+
 def _is_meant(value: Value, dim: int, name: str, wanted: int) -> bool:
-    return name in (value.name, value.argument) and dim == wanted % len(value.specs[0].shape)
+    return name in (value.name, value.argument) and _is_dim(value, dim, wanted)
 
 
-def _no_token_dim(wanted: int | str | None) -> str:
-    which = "no size of an input" if wanted is None else f"no size that token_dim={wanted!r} names"
+def _is_dim(value: Value, dim: int, wanted: int) -> bool:
+    rank = len(value.specs[0].shape)
+    return -rank <= wanted < rank and dim == wanted % rank
+
+
+def _no_token_dim(wanted: int | str | None, values: Mapping[int, Value], verdicts: Sequence[RowVerdict]) -> str:
+    if verdicts:
+        return (
+            f"token_dim={wanted!r} names none of the sizes that the graph leaves open: {_listed(values, verdicts)}. "
+            f"Name an input of the graph, and a dimension that it has"
+        )
     return (
-        f"{which} is open in this graph, which is for one length only; compile with dynamic=True, or mark the "
-        f"dimension: torch._dynamo.mark_dynamic(input_ids, 1)"
+        "no size of an input is open in this graph, which is for one length only; compile with dynamic=True, or mark "
+        "the dimension: torch._dynamo.mark_dynamic(input_ids, 1). One row, or none, is a graph of its own also then"
     )
 
 

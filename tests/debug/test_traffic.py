@@ -11,6 +11,7 @@ from bcg_compiler.models.layers.pages import PagePool
 prompts = st.lists(st.integers(1, 200), max_size=12)
 
 
+@settings(deadline=None)
 @given(prompts, st.integers(1, 64), st.integers(0, 5))
 def test_every_token_comes_once_in_batches_that_fit(prompts: list[int], ceiling: int, seed: int) -> None:
     batches = schedule(prompts, ceiling, seed)
@@ -20,7 +21,7 @@ def test_every_token_comes_once_in_batches_that_fit(prompts: list[int], ceiling:
     assert sum(map(Counter, batches), Counter()) == Counter(dict(enumerate(prompts)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(prompts, st.integers(1, 64), st.integers(1, 9))
 def test_a_cache_of_the_pages_needed_is_enough_and_one_page_less_is_not(
     prompts: list[int], ceiling: int, page_size: int

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bcg_compiler.distributed.pipeline import Stage, check_stages
@@ -13,6 +13,7 @@ from bcg_compiler.errors import PipelineError
 counts = st.tuples(st.integers(0, 100), st.integers(1, 12))
 
 
+@settings(deadline=None)
 @given(counts)
 def test_even_stages_have_each_layer_once_and_differ_by_one_at_most(sizes: tuple[int, int]) -> None:
     layers, count = sizes
@@ -33,6 +34,7 @@ def nearly_sound(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return layers, list(zip(ends[::2], ends[1::2], strict=True))
 
 
+@settings(deadline=None)
 @given(nearly_sound())
 def test_ranges_are_taken_if_and_only_if_each_layer_is_in_one_of_them_in_order(
     drawn: tuple[int, list[tuple[int, int]]],
@@ -51,6 +53,7 @@ def test_ranges_are_taken_if_and_only_if_each_layer_is_in_one_of_them_in_order(
         assert sound
 
 
+@settings(deadline=None)
 @given(counts.filter(lambda sizes: sizes[0] > 0))
 def test_what_goes_with_the_layers_stands_at_their_global_index(sizes: tuple[int, int]) -> None:
     layers, count = sizes

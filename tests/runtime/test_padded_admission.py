@@ -199,11 +199,13 @@ def test_a_token_dimension_that_is_named_is_taken(padded: Any, token_dim: Any) -
 
 
 def test_a_token_dimension_that_is_not_there_leaves_calls_exact(padded: Any) -> None:
-    for token_dim in ("z:0", "x:1", 1):
+    """One beyond the last was counted from the first again: ``x:2`` was ``x:0``."""
+    for token_dim in ("z:0", "x:1", 1, "x:2", "x:-4", 2):
         pair = padded(lambda x: x * 2 + 1, token_dim=token_dim)
         for n in (5, 7, 5):
             pair(rows(n))
         assert pair.plan.unpadded.code == "no_token_dim" and repr(token_dim) in pair.plan.unpadded.text
+        assert "leaves open: dimension 0 of" in pair.plan.unpadded.text
 
 
 def test_buckets_are_rounded_up_to_a_multiple(padded: Any) -> None:
