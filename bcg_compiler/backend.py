@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from bcg_compiler.breaks import BoundBreak, as_bound_break
 from bcg_compiler.compat.fake import FakeTensor
 from bcg_compiler.compat.held_numbers import keep_constant
-from bcg_compiler.compat.inductor import start_workers
+from bcg_compiler.compat.inductor import on_cuda, start_workers
 from bcg_compiler.compat.ops import op_exists, registered_ops
 from bcg_compiler.compat.regions import inline_regions
 from bcg_compiler.dump import GraphDump
@@ -69,8 +69,7 @@ def bcg_backend(
         dump.unsplit("it was called under grad mode with tensors that require grad", module.code)
         program = _with_grad(module, example_inputs)
     else:
-        on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
-        chosen = segment_compiler(parsed, on_cuda=on_cuda)
+        chosen = segment_compiler(parsed, on_cuda=on_cuda(example_inputs))
         compiler = None if chosen == "eager" else UnitCompiler(chosen, dump.texts)  # its processes start meanwhile
         inline_regions(module)
         graph = collect_facts(module, example_inputs, parsed.capturable)
@@ -116,8 +115,7 @@ def start_early(options: Mapping[str, Any] | None, example_inputs: Iterable[Any]
     Options that are wrong are reported by who compiles.
     """
     with suppress(OptionError):
-        on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
-        if segment_compiler(Options.parse(options), on_cuda=on_cuda) == "inductor":
+        if segment_compiler(Options.parse(options), on_cuda=on_cuda(example_inputs)) == "inductor":
             start_workers()
 
 

@@ -110,11 +110,15 @@ def find_launch(ranks: int) -> Launch:
 def read_prompts(file: Path | None, calls: int | None) -> tuple[list[int], str]:
     """The lengths to run, and a word on what they are. More calls than lengths begin again with the first length."""
     lengths = sample_lengths() if file is None else read_lengths(file)
-    source = f"the bundled sample ({SAMPLE})" if file is None else str(file)
     calls = calls or (DEFAULT_CALLS if file is None else len(lengths))
     which = f"the first {calls} of {len(lengths)}" if calls < len(lengths) else f"all {len(lengths)}"
     again = f", again up to {calls} calls" if calls > len(lengths) else ""
-    return [lengths[i % len(lengths)] for i in range(calls)], f"{which} lengths of {source}{again}"
+    return [lengths[i % len(lengths)] for i in range(calls)], f"{which} lengths of {source_of(file)}{again}"
+
+
+def source_of(file: Path | None) -> str:
+    """A word on where lengths are from: a file, or the bundled sample."""
+    return f"the bundled sample ({SAMPLE})" if file is None else str(file)
 
 
 def read_options(given: list[str] | None, ladder: str | None, assume: bool) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from rich.text import Text
 
 from bcg_compiler.buckets import Ladder
 from bcg_compiler.cli.arguments import LengthsFile
-from bcg_compiler.cli.common import errors_in_words, quiet
+from bcg_compiler.cli.common import errors_in_words, quiet, source_of
 from bcg_compiler.debug import screen, words
 from bcg_compiler.debug.bucket_times import FORM, read_times
 from bcg_compiler.debug.ladder_plot import check_plot, plot
 from bcg_compiler.debug.ladders import FORMS, Recipe, ladder_view, measure, read_ladder
-from bcg_compiler.debug.lengths import SAMPLE, iterate_lengths, read_lengths, sample_lengths
+from bcg_compiler.debug.lengths import iterate_lengths, read_lengths, sample_lengths
 from bcg_compiler.debug.simulate import Fleet, simulate, simulation_view
 from bcg_compiler.debug.simulate_plot import plot as plot_fleet
 
@@ -45,10 +45,9 @@ def ladder(
             report = measure(sample_lengths() if lengths is None else iterate_lengths(lengths), recipe)
         out = screen.console()
         found = report.lengths
-        source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
         header = screen.header(
-            prompts=f"{words.count(found.total(), 'length')} of {source}: {min(found)} to {max(found)} tokens, "
-            f"{len(found):,} different",
+            prompts=f"{words.count(found.total(), 'length')} of {source_of(lengths)}: "
+            f"{min(found)} to {max(found)} tokens, {len(found):,} different",
             ladder=f"{recipe}, up to {report.ladder.ceiling} tokens",
         )
         out.print(header, "")
@@ -88,7 +87,6 @@ def simulate_fleet(
             check_plot(picture)
         measured = read_times(times)
         prompts = sample_lengths() if lengths is None else read_lengths(lengths)
-        source = f"the bundled sample ({SAMPLE})" if lengths is None else str(lengths)
         buckets = Ladder(tuple(measured.buckets)) if ladder is None else read_ladder(ladder, prompts)
         fleet = Fleet(
             ranks=ranks,
@@ -106,7 +104,7 @@ def simulate_fleet(
         header = screen.header(
             fleet=f"{words.count(ranks, 'rank')}, {words.count(steps, 'step')}, {words.count(requests, 'prompt')} a "
             f"batch{f' in chunks of {chunk}' if chunk else ''}, {idle:.0%} idle (seed {seed})",
-            prompts=f"{words.count(len(prompts), 'length')} of {source}",
+            prompts=f"{words.count(len(prompts), 'length')} of {source_of(lengths)}",
             ladder=f"{words.count(len(buckets), 'bucket')} up to {buckets.ceiling}",
             times=f"{times}, {words.count(len(measured.buckets), 'bucket')} measured",
         )

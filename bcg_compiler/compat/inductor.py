@@ -1,7 +1,7 @@
 """Inductor as a compiler of small graphs (run with torch 2.11, 2.13 and 2.14)."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,11 @@ from bcg_compiler.compat.fake import FakeTensor, size_conditions
 def tracing_context() -> TracingContext | None:
     """The context of the trace that a backend is called in; compiles after it must be done in it, too."""
     return TracingContext.try_get()
+
+
+def on_cuda(values: Iterable[Any]) -> bool:
+    """Whether any of these values is a tensor on CUDA."""
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
 
 
 def start_workers() -> None:
@@ -47,7 +52,7 @@ def compile_graph(
         "joint_graph_constant_folding": False,
         # Kernels that do not wait for each other are one launch. Reductions are left out, of which Inductor refuses
         # those over open sizes (pytorch/pytorch#187269); and there are no such kernels for a CPU.
-        "combo_kernels": any(isinstance(fake, torch.Tensor) and fake.device.type == "cuda" for fake in fakes),
+        "combo_kernels": on_cuda(fakes),
         "combo_kernels_pointwise_only": True,
     }
     # Inductor's caches keep with a graph what it takes for granted of sizes that are inputs of their own. Here they are

@@ -199,7 +199,7 @@ class _Collector:
         call = None if known or in_transform else self.repeats.call(node, *given)
         again = None if call is None else self.repeats.again(call, given)
         if again is None:
-            self._run_node(node, ordinal, group, call)
+            self._run_node(node, ordinal, group, given, call)
         else:
             self._repeat_node(node, ordinal, group, again)
         # A write by a repeat, or through what a repeat made, is none that a fake has seen.
@@ -240,8 +240,8 @@ class _Collector:
         )
         self._seen[node], self._patterns[node] = again, pattern
 
-    def _run_node(self, node: Node, ordinal: int, group: int, call: Call | None) -> None:
-        args, kwargs = self._given(node.args), self._given(node.kwargs)
+    def _run_node(self, node: Node, ordinal: int, group: int, given: tuple[Any, Any], call: Call | None) -> None:
+        args, kwargs = given
         before = self.roots.known
         recorder = OpRecorder()
         failure: Reason | None = None
@@ -309,7 +309,7 @@ class _Collector:
             mode=self.modes.state,
             group=group,
         )
-        self._seen[node] = seen = Seen((args, kwargs), calls, result)
+        self._seen[node] = seen = Seen(given, calls, result)
         self._measured += [t for c in calls if self.symbols.data(c.results) for t in c.reads if keeps_sizes(t)]
         if call is not None and failure is None:
             pattern = self.repeats.keep(node, call, seen, self.facts[node], before)
