@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.backends import autocast_now
+from bcg_compiler.compat.equal_calls import EqualCalls, equal_calls
 from bcg_compiler.errors import AotError
 from bcg_compiler.garbage import seldom_collected
 from bcg_compiler.plan import Plan, Value
@@ -44,11 +45,13 @@ class AotProgram:
     else about the arguments is checked, and a call that differs raises ``AotError``. Parameters and buffers are bound:
     writing into them is seen, putting others in their place is not. Nor is anything else that Python code could see
     and that is no argument: attributes of modules, globals. ``program`` is what runs, with its plan, counters and
-    captures; all functions of ``bcg_compiler`` that take a compiled callable take this one.
+    captures; all functions of ``bcg_compiler`` that take a compiled callable take this one. ``equal_calls`` says how
+    often the trace of a layer was that of an equal one.
     """
 
-    def __init__(self, program: Program, trace: "_Trace", given: Any, result: Any) -> None:
+    def __init__(self, program: Program, trace: "_Trace", given: Any, result: Any, equal_calls: EqualCalls) -> None:
         self.program = program
+        self.equal_calls = equal_calls
         leaves, self._structure = pytree.tree_flatten(given)
         self._names = tuple(given[1])
         self._given = _sources(program.plan, trace.flat, leaves)
@@ -241,7 +244,7 @@ def aot_compile(
     entry = types.FunctionType(_call.__code__.replace(co_name=f"aot_entry_{next(_entries)}"), names)
     entry.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
     try:
-        with seldom_collected():
+        with seldom_collected(), equal_calls(model) as calls:
             result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
         if not trace.programs:
             raise AotError(
@@ -251,7 +254,7 @@ def aot_compile(
         (program,) = trace.programs
         if not isinstance(program, Program):
             raise AotError("The program would compute gradients. Compile it under torch.no_grad() or inference_mode().")
-        return AotProgram(program, trace, given, result)
+        return AotProgram(program, trace, given, result, calls)
     except AotError:
         raise
     except Exception as error:

@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from bcg_compiler.compat.fake import object_at
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
-_OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: The models of this package are users of the compiler: theirs are lines to show.
-_MODELS_DIR = os.path.join(_OWN_DIR, "models") + os.sep
+_MODELS_DIR = os.path.join(OWN_DIR, "models") + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
 _MODULES = re.compile(r"\._modules\['([^']*)'\]|\._modules\[\"([^\"]*)\"\]")
 _MEMBERS = re.compile(r"\._(?:parameters|buffers)\['([^']*)'\]")
@@ -31,10 +31,11 @@ _ATTRIBUTE = re.compile(r"\.[A-Za-z_]\w*$|\.__dict__\[")
 
 def source_name(node: Node) -> str:
     """Where Dynamo got a placeholder from, e.g. ``L['x'].size()[0]``; ``""`` if it does not say."""
-    return _name_of(getattr(node, "_dynamo_source", None))
+    return name_of(getattr(node, "_dynamo_source", None))
 
 
-def _name_of(source: Any) -> str:
+def name_of(source: Any) -> str:
+    """The text of one of Dynamo's sources; "" if there is none."""
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)  # a method up to torch 2.12, a property since
 
@@ -47,7 +48,7 @@ def owner_of(node: Node) -> type | None:
     base = getattr(source, "base", None)
     if base is None or not hasattr(source, "member"):
         return None
-    found = _found(_name_of(base))
+    found = _found(name_of(base))
     return None if found is None else type(found)
 
 
@@ -138,7 +139,7 @@ def _user_frame(trace: str) -> tuple[str, int, str] | None:
     found = None
     for index, line in enumerate(lines):
         match = _FRAME.match(line)
-        if match and (match["file"].startswith(_MODELS_DIR) or not match["file"].startswith((_TORCH_DIR, _OWN_DIR))):
+        if match and (match["file"].startswith(_MODELS_DIR) or not match["file"].startswith((_TORCH_DIR, OWN_DIR))):
             text = lines[index + 1].strip() if index + 1 < len(lines) else ""
             found = (match["file"], int(match["line"]), "" if _FRAME.match(text) else text)
     return found
@@ -193,7 +194,7 @@ def recompile_limit_hits() -> int:
     )
 
 
-def _unwrapped(fn: Any) -> Any:
+def unwrapped(fn: Any) -> Any:
     """The module or the plain function behind a compiled callable."""
     while True:
         if isinstance(fn, types.MethodType):
@@ -212,9 +213,9 @@ def _unwrapped(fn: Any) -> Any:
 
 def code_key(fn: Any) -> types.CodeType | None:
     """The code object that names a compiled callable: Dynamo keeps its entries by code, so instances share it."""
-    found = _unwrapped(fn)
+    found = unwrapped(fn)
     while isinstance(found, torch.nn.Module):
-        found = _unwrapped(type(found).forward)
+        found = unwrapped(type(found).forward)
     return getattr(found, "__code__", None)
 
 
@@ -231,7 +232,7 @@ def running_name() -> str:
     """The name of the compiled callable that this thread is in: the class of a module, or a function; ``""`` where it
     is not found.
     """
-    found = _unwrapped(_running_callable())
+    found = unwrapped(_running_callable())
     name = type(found).__qualname__ if isinstance(found, torch.nn.Module) else getattr(found, "__qualname__", "")
     return str(name).rpartition("<locals>.")[2]
 
@@ -282,7 +283,7 @@ def lasting_effects() -> list[str]:
             names = [f".{name}" for name, value in stored.items() if not _stays(object_at(address), name, value)]
             if stored and not names:
                 continue  # set, and set back
-            name = _name_of(getattr(variable, "source", None))
+            name = name_of(getattr(variable, "source", None))
             found += [f"{dotted_path(name)}{part}".strip(".") or "an object" for part in names or [""]]
     return found
 
