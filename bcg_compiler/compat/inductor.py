@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,13 +22,31 @@ def on_cuda(values: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
 
 
+_starting: threading.Thread | None = None
+
+
 def start_workers() -> None:
-    """Start the processes in which Triton kernels are compiled: that takes seconds, in which tracing goes on."""
-    try:
-        from torch._inductor.async_compile import maybe_warm_pool
-    except ImportError:  # a private function, and without it they start at the first kernel
+    """Start, in a thread, the processes in which Triton kernels are compiled, and what takes seconds of files that are
+    read and of a C compiler that is run: tracing goes on in the meantime.
+    """
+    global _starting
+    if _starting is not None:
         return
-    maybe_warm_pool()
+    try:
+        # Modules are imported here, as two threads that import the same ones wait for each other.
+        import torch._inductor.runtime.triton_compat  # noqa: F401
+        from torch._inductor.async_compile import maybe_warm_pool
+        from torch.utils._triton import triton_hash_with_backend
+    except ImportError:  # private functions, and without them all that is done at the first kernel
+        return
+
+    def start() -> None:
+        maybe_warm_pool()
+        with suppress(Exception):  # without a GPU, or without Triton; who needs them says so
+            triton_hash_with_backend()  # kept by torch; what launches kernels is compiled for it
+
+    _starting = threading.Thread(target=start, daemon=True)
+    _starting.start()
 
 
 def compile_graph(
@@ -41,6 +59,8 @@ def compile_graph(
     """
     from torch._inductor import standalone_compile
 
+    if _starting is not None:
+        _starting.join()
     shapes: Any = "from_graph" if context is None else "from_tracing_context"
     ambient = tracing(context) if context is not None and TracingContext.try_get() is not context else nullcontext()
     patches = {

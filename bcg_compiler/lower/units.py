@@ -68,7 +68,8 @@ class UnitCompiler:
             if self._compiled.get(key, self) is not None:
                 self._compiled[key] = None
                 self.refused[reason] += 1
-        for key, unit in wanted.items():
+        # The smallest first: until the compile processes are there, kernels are compiled one by one, in this one.
+        for key, unit in sorted(wanted.items(), key=lambda item: len(item[1].nodes)):
             if key not in self._compiled:
                 self._compiled[key] = self._try(graph, unit, nodes)
         self._late = True

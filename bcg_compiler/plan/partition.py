@@ -19,11 +19,9 @@ Note [How the cut is made]
     two breaks in two, where nothing stands around the breaks: then the order of the program has a launch less.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import networkx as nx
 
 from bcg_compiler.plan.costs import Island, LaunchCosts
 
@@ -86,63 +84,62 @@ def partition(
     return min(joined, in_order, key=lambda cuts: _total(units, cuts, costs))
 
 
-def dependencies(units: Sequence[Unit]) -> nx.DiGraph:
-    """The DAG of ordinals; each edge has a ``why``: data, effect, order or pinned."""
-    graph: nx.DiGraph = nx.DiGraph()
-    graph.add_nodes_from(unit.ordinal for unit in units)
+def dependencies(units: Sequence[Unit]) -> dict[int, set[int]]:
+    """The DAG: for the ordinal of each unit those of the units that it must be behind."""
+    before = {unit.ordinal: set(unit.needs) for unit in units}
     writer: dict[int, int] = {}  # root → the last unit that wrote it
     readers: dict[int, list[int]] = {}  # root → units that read it since
     last_break: int | None = None
     waiting: list[int] = []  # pinned units since the last break
     for unit in units:
         here = unit.ordinal
-        graph.add_edges_from(((other, here) for other in unit.needs), why="data")
-        for root in unit.reads | unit.writes:
-            if root in writer:
-                graph.add_edge(writer[root], here, why="effect")
+        earlier = before[here]
+        earlier.update(writer[root] for root in unit.reads | unit.writes if root in writer)
         for root in unit.writes:
-            graph.add_edges_from(((other, here) for other in readers.pop(root, ()) if other != here), why="effect")
+            earlier.update(readers.pop(root, ()))
             writer[root] = here
         for root in unit.reads - unit.writes:
             readers.setdefault(root, []).append(here)
+        if (unit.kind == "break" or unit.pinned) and last_break is not None:
+            earlier.add(last_break)
         if unit.kind == "break":
-            if last_break is not None:
-                graph.add_edge(last_break, here, why="order")
-            graph.add_edges_from(((other, here) for other in waiting), why="pinned")
+            earlier.update(waiting)
             last_break, waiting = here, []
         elif unit.pinned:
-            if last_break is not None:
-                graph.add_edge(last_break, here, why="pinned")
             waiting.append(here)
-    return graph
+    return before
 
 
-def _lowest_levels(units: Sequence[Unit], graph: nx.DiGraph) -> dict[int, int]:
+def _lowest_levels(units: Sequence[Unit], before: Mapping[int, Collection[int]]) -> dict[int, int]:
     """The lowest level that each unit can have."""
     lowest: dict[int, int] = {}
     for unit in units:
         odd = unit.kind != "segment"
-        lowest[unit.ordinal] = max((_up(lowest[p], odd) for p in graph.predecessors(unit.ordinal)), default=int(odd))
+        lowest[unit.ordinal] = max((_up(lowest[p], odd) for p in before[unit.ordinal]), default=int(odd))
     return lowest
 
 
-def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> tuple[dict[int, int], frozenset[int]]:
+def _levels(units: Sequence[Unit], before: Mapping[int, Collection[int]]) -> tuple[dict[int, int], frozenset[int]]:
     """The level of every unit: breaks as low as they can be, the rest at home unless a joined break moves it; and which
     were moved.
     """
-    lowest = _lowest_levels(units, graph)
+    lowest = _lowest_levels(units, before)
     breaks = {unit.ordinal: lowest[unit.ordinal] for unit in units if unit.kind == "break"}
     last = max((lowest[unit.ordinal] for unit in units if unit.kind != "segment"), default=-1)
     highest = dict(breaks)
+    behind: dict[int, list[int]] = {unit.ordinal: [] for unit in units}
+    for here, earlier in before.items():
+        for ordinal in earlier:
+            behind[ordinal].append(here)
     for unit in reversed(units):
         if unit.kind != "break":
             odd = unit.kind == "host"
-            above = (_down(highest[s], odd) for s in graph.successors(unit.ordinal))
+            above = (_down(highest[s], odd) for s in behind[unit.ordinal])
             highest[unit.ordinal] = min(above, default=last if odd else last + 1)
-    behind: dict[int, int] = {}  # level of the first break that the program has behind the unit
+    next_break: dict[int, int] = {}  # level of the first break that the program has behind the unit
     nearest = last + 2
     for unit in reversed(units):
-        behind[unit.ordinal] = nearest
+        next_break[unit.ordinal] = nearest
         nearest = breaks.get(unit.ordinal, nearest)
     levels: dict[int, int] = {}
     moved: set[int] = set()
@@ -155,9 +152,9 @@ def _levels(units: Sequence[Unit], graph: nx.DiGraph) -> tuple[dict[int, int], f
         elif unit.kind == "host":
             levels[here] = highest[here]  # as late as can be, so that it joins the break that uses it
         else:
-            needed = max((_up(levels[p], False) for p in graph.predecessors(here)), default=0)
+            needed = max((_up(levels[p], False) for p in before[here]), default=0)
             levels[here] = min(max(at_home, needed), highest[here])
-            if levels[here] < at_home or levels[here] > behind[here]:
+            if levels[here] < at_home or levels[here] > next_break[here]:
                 moved.add(here)
     return levels, frozenset(moved)
 

@@ -50,8 +50,8 @@ def test_dependencies_are_respected(made: list[Unit], min_segment_kernels: int |
         for step, cut in enumerate(partition(made, min_segment_kernels))
         for position, ordinal in enumerate(cut.units)
     }
-    for before, after in dependencies(made).edges:
-        assert place[before] < place[after]
+    for after, earlier in dependencies(made).items():
+        assert all(place[before] < place[after] for before in earlier)
 
 
 @thorough
@@ -163,7 +163,7 @@ def test_there_are_no_more_steps_than_without_moving(made: list[Unit]) -> None:
 
 def fewest_steps(made: Sequence[Unit]) -> tuple[int, int]:
     """The fewest steps with a break, and the fewest steps, of all orders that ``dependencies`` allow."""
-    predecessors = {o: set(dependencies(made).predecessors(o)) for o in range(len(made))}
+    predecessors = dependencies(made)
     # (units that have run, kind of the last step) → fewest (breaks, steps) so far; the two are minimised apart.
     states: dict[tuple[frozenset[int], str], tuple[int, int]] = {(frozenset(), ""): (0, 0)}
     for _ in made:
