@@ -57,6 +57,7 @@ def compile_graph(
     What is returned takes the inputs one by one and gives a sequence. Its kernels are tuned at its first call, which
     therefore must not be captured; ``tuned``: they are tuned now, so that it may be.
     """
+    import torch._inductor.compile_fx  # takes a second, in which the thread goes on
     from torch._inductor import standalone_compile
 
     if _starting is not None:

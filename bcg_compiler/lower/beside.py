@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from bcg_compiler.compat.side_streams import fork_stream, join_stream, on_stream
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.plan import CompileUnit
+from bcg_compiler.plan import CompileUnit, Plan
 
 #: Rows and columns of a result that one multiprocessor computes at a time, of those that cuBLAS chooses from.
 TILE = 128
@@ -27,6 +27,10 @@ TILE = 128
 #: (4 of 132) two of them are hidden; for 256 rows and 2048 columns (32 of 132) cuBLAS fills the device with one, and
 #: nothing is gained (one H200).
 SHARE = 1 / 8
+
+#: Graphs that a process has for which CUDA leaves the least time between kernels; a fork ends that for all of them
+#: (docs/bench.md), and costs 3 % then in place of saving 3 %.
+FEW_GRAPHS = 3
 
 #: Streams besides the current one; for each cuBLAS keeps a workspace, of 32 MiB on an H200.
 STREAMS = 2
@@ -74,6 +78,12 @@ def fit(rows: int | torch.SymInt, columns: Sequence[int], device: torch.device) 
         return True
     tiles = sorted(-(-rows // TILE) * -(-wide // TILE) for wide in columns)
     return sum(tiles[:-1]) <= SHARE * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def pays(plan: Plan) -> bool:
+    """Whether the program has more than few graphs, in all its buckets."""
+    buckets = 1 if plan.padding is None else len(plan.padding.buckets)
+    return len(plan.segments) * buckets > FEW_GRAPHS
 
 
 def products_of_one_input(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from bcg_compiler.compat.fake import fresh_fake
 from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context, written_code
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
-from bcg_compiler.lower.beside import products_of_one_input, side_by_side
+from bcg_compiler.lower.beside import pays, products_of_one_input, side_by_side
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
 from bcg_compiler.lower.exact import exact_fakes
 from bcg_compiler.lower.texts import GENERATED, Texts
@@ -49,6 +49,7 @@ class UnitCompiler:
             self._compile = self._compile_exact = compiler
         self._compiled: dict[str, CompiledUnit | None] = {}
         self._toolless = False  # whether it was seen that there is nothing to compile with
+        self._beside = False  # whether products of one input are to be side by side
         self._late = False  # whether Dynamo's own call of the backend is over
         self.refused: Counter[str] = Counter()
         self.specialized = 0
@@ -57,6 +58,7 @@ class UnitCompiler:
         """What is called for each unit, by its key; units that run as they are are left out."""
         nodes = {f.ordinal: n for n, f in graph.known.items()}
         touched = Touched.of(graph.facts.values())
+        self._beside = self._inductor and pays(plan)
         wanted: dict[str, CompileUnit] = {}
         refused: dict[str, str] = {}
         for unit in (unit for step in plan.segments for unit in step.units):
@@ -113,7 +115,7 @@ class UnitCompiler:
         self, module: GraphModule, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]
     ) -> GraphModule:
         """What the compiler is given: a function of the user's gets the operations as they are."""
-        together = products_of_one_input(graph, unit, nodes) if self._inductor else []
+        together = products_of_one_input(graph, unit, nodes) if self._beside else []
         return side_by_side(module, together) if together else module
 
     @contextmanager

@@ -144,6 +144,7 @@ class Projections(nn.Module):
 @pytest.mark.parametrize("ladder", [None, [64, 128, 8192]], ids=["exact", "ladder"])
 def test_narrow_products_of_one_input_are_on_streams_of_their_own(ladder: list[int] | None, monkeypatch: Any) -> None:
     """Where there is room for them: for many rows one product fills the device."""
+    monkeypatch.setattr(beside, "FEW_GRAPHS", 0)
     forked: list[int] = []
     fork = beside.fork_stream
     monkeypatch.setattr(beside, "fork_stream", lambda number, device: (forked.append(number), fork(number, device)))

@@ -26,6 +26,7 @@ def _clean(clean: None) -> None:
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "fit", lambda *_: True)
+    monkeypatch.setattr(beside, "FEW_GRAPHS", 0)
 
 
 @pytest.fixture
@@ -147,3 +148,33 @@ def test_the_operation_is_what_it_stands_for(shape: tuple[int, ...], biased: tup
     for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
         torch.testing.assert_close(got, F.linear(x, weight, bias))
     torch.library.opcheck(linears, (x, weights, biases), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("layers, ladder, together", [(1, None, False), (1, [4, 8, 12, 16], True), (4, None, True)])
+def test_a_program_of_few_graphs_has_no_forks(
+    seen: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    ladder: list[int] | None,
+    together: bool,
+) -> None:
+    """A fork ends, for all graphs of a process, that they have the least time between kernels (docs/bench.md)."""
+    monkeypatch.setattr(beside, "FEW_GRAPHS", 3)
+
+    @bcg.eager_break(fake=torch.empty_like)
+    def between(x: Tensor) -> Tensor:
+        return x.clone()
+
+    blocks = nn.ModuleList(Projections() for _ in range(layers))
+
+    def model(x: Tensor) -> Tensor:
+        for block in blocks[:-1]:
+            x = between(block(x))
+        return blocks[-1](x)
+
+    options = OPTIONS | ({} if ladder is None else {"ladder": ladder})
+    x = torch.randn(4, 8)
+    if ladder:
+        torch._dynamo.mark_dynamic(x, 0)
+    torch.testing.assert_close(torch.compile(model, backend="bcg", options=options)(x), model(x))
+    assert any("linears.default" in names for names in seen) == together
