@@ -165,7 +165,15 @@ def test_a_program_of_few_graphs_has_no_forks(
     def between(x: Tensor) -> Tensor:
         return x.clone()
 
-    blocks = nn.ModuleList(Projections() for _ in range(layers))
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.sigmoid(self.a(x)) * self.b(x)
+
+    blocks = nn.ModuleList(Gate() for _ in range(layers))
 
     def model(x: Tensor) -> Tensor:
         for block in blocks[:-1]:
