@@ -35,7 +35,7 @@ _PLAIN_TYPES = (
 )
 
 #: What a call that is copied may return, and tuples of it.
-_RESULTS = ("tensor", "constant", "tuple")
+_RESULTS = ("tensor", "constant", "items")
 
 #: Builtins whose results differ from object to object.
 _IDENTITIES = {"id", "hash"}
@@ -122,6 +122,7 @@ class Recording:
         call.check_plain()
         self.call = call
         self.arguments = call.arguments()
+        self.names = {part.node: part.node.name for part in self.arguments if part.node is not None}
         self.modules = len(tx.nn_module_stack)
         self.counts = dict(tx.num_calls)
         self.line = _stack_text(tx)
@@ -150,15 +151,19 @@ class Recording:
         inputs = [node for node in graph.find_nodes(op="placeholder") if node not in self.inputs]
         known = {p.node for p in arguments} | set(nodes)
         for node in (*nodes, *inputs):
-            _check_node(node)
+            _check_node(node, call.source)
             if any(n not in known and n.op != "placeholder" for n in node.all_input_nodes):
                 raise Unlike("reads a result that is not among its arguments")
             if not (node.meta.get("stack_trace") or "").startswith(self.line):
                 raise Unlike("a source line is not below that of the call")
+        from torch._dynamo.variables import ListVariable
+
         results: list[_Part] = []
         _add_parts(result, results)
         stored = tx.output.side_effects.store_attr_mutations
-        if any(p.waiting or p.seen[0] not in _RESULTS or p.variable in stored for p in results):
+        if any(
+            p.waiting or p.seen[0] not in _RESULTS or p.seen[1] is ListVariable or p.variable in stored for p in results
+        ):
             raise Unlike("its result is not only tensors")
         counts = {path: n - self.counts.get(path, 0) for path, n in tx.num_calls.items()}
         return Record(
@@ -167,7 +172,8 @@ class Recording:
             lazily=frozenset(id(p.variable) for p in self.arguments if p.waiting),
             inputs=inputs,
             nodes=nodes,
-            names={node: name for node in nodes if (name := _given_name(node))},
+            names={node: name for node in nodes if (name := _given_name(node, node.meta["source_fn_stack"][-1][0]))},
+            argument_names={n: name for n, first in self.names.items() if (name := _given_name(n, first))},
             result=result,
             changes=self.changes,
             modules=self.modules,
@@ -181,7 +187,7 @@ class Record:
     """What a call has put into the graph.
 
     ``inputs``, ``nodes``  new ones, in their order
-    ``names``              those that nodes got from variables of the code
+    ``names``, ``argument_names``  those that nodes got in it, from variables of the code
     ``lazily``             arguments that Dynamo looked at within the call
     ``changes``            what had been changed in Python before it
     ``modules``            how many modules there are around the call, in the stack that nodes have
@@ -195,16 +201,17 @@ class Record:
     inputs: list[Node]
     nodes: list[Node]
     names: dict[Node, str]
+    argument_names: dict[Node, str]
     result: Any
     changes: list[Any]
     modules: int
     counts: dict[str, int]
     line: str
 
-    def copy(self, call: Call, seen: Seen, parents: frozenset[int]) -> Any:
+    def copy(self, call: Call, seen: Seen, around: frozenset[int]) -> Any:
         """Put the same into the graph for another call, and return its result. Raises ``Unlike`` if it may be another.
 
-        ``seen``: in this trace. ``parents``: modules around those of which there are equal ones, by ``id()``.
+        ``seen``: in this trace. ``around``: modules around those of which there are equal ones, by ``id()``.
         """
         if self.call.inference != call.inference or not self.call.ambient.check():
             raise Unlike("another mode")
@@ -217,7 +224,7 @@ class Record:
         if alike.different & seen.names:
             raise Unlike(f"reads what differs: {', '.join(sorted(alike.different & seen.names))}")
         own = [address for address in alike.counterparts if alike.is_own(address)]
-        if parents & alike.counterparts.keys() or any(seen.elsewhere(a, self.call.source) for a in own):
+        if around & alike.counterparts.keys() or any(seen.elsewhere(a, self.call.source) for a in own):
             raise Unlike("finds itself elsewhere")
         parts = self._matched(call)
         return _Copy(self, call, alike, parts).result()
@@ -283,6 +290,8 @@ class _Copy:
         try:
             for node in self._record.inputs:
                 self._stands_for(node)
+            for node, name in self._record.argument_names.items():
+                self._given[node].variable.set_name_hint(name)
             for node in self._record.nodes:
                 self._make(node)
             found = self._value(self._record.result)
@@ -361,8 +370,8 @@ class _Copy:
         if "example_value" not in node.meta:
             return
         mine = node.meta["example_value"]
-        # The fake of a break is code that runs, with the instance. Views of parameters have a history.
-        if is_break or any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(mine)):
+        # The fake of a break is code that runs, with the instance; and views know what they are views of.
+        if is_break or any(isinstance(leaf, torch.Tensor) and leaf._is_view() for leaf in tree_leaves(mine)):
             theirs = get_fake_value(made, self._call.tx, allow_non_graph_fake=True)
             if _seen_of(mine) != _seen_of(theirs):
                 raise Unlike("an operation gives something else")
@@ -429,29 +438,32 @@ class _Copy:
 
 
 def _add_parts(variable: Any, parts: list[_Part]) -> None:
-    from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
+    from torch._dynamo.variables import ConstantVariable, ListVariable, TensorVariable, TupleVariable
     from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.tensor import SymNodeVariable
 
+    given = variable
     if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized() and type(variable.peek_value()) in (tuple, list):
+            variable.realize()  # whose items are not looked at by that
         if not variable.is_realized():
-            parts.append(_Part(("waiting",), variable, waiting=(variable.peek_value(),)))
+            parts.append(_Part(("waiting",), given, waiting=(variable.peek_value(),)))
             return
         variable = variable.unwrap()
     kind = type(variable)
     if kind is TensorVariable:
         node = variable.as_proxy().node
-        parts.append(_Part((*_seen_of(node.meta["example_value"]), _notes_key(node)), variable, node))
+        parts.append(_Part((*_seen_of(node.meta["example_value"]), _notes_key(node)), given, node))
     elif kind is SymNodeVariable:
-        parts.append(_Part(("size", size_expression(variable.sym_num)), variable, variable.as_proxy().node))
+        parts.append(_Part(("size", size_expression(variable.sym_num)), given, variable.as_proxy().node))
     elif kind is ConstantVariable:
-        parts.append(_Part(_constant(variable.value), variable))
-    elif kind is TupleVariable:
-        parts.append(_Part(("tuple", len(variable.items)), variable))
+        parts.append(_Part(_constant(variable.value), given))
+    elif kind is TupleVariable or (kind is ListVariable and variable.source is not None):
+        parts.append(_Part(("items", kind, len(variable.items)), given))
         for item in variable.items:
             _add_parts(item, parts)
     elif getattr(variable, "source", None) is not None and hasattr(variable, "value"):
-        parts.append(_Part(("object", id(variable.value)), variable))
+        parts.append(_Part(("object", id(variable.value)), given))
     else:
         raise Unlike(f"an argument is a {kind.__name__}")
 
@@ -459,7 +471,8 @@ def _add_parts(variable: Any, parts: list[_Part]) -> None:
 def _notes_key(node: Node) -> Any:
     """A key of what code has noted on a tensor: none, or which tensor it is."""
     example = node.meta["grapharg"].example if "grapharg" in node.meta else None
-    return id(example) if isinstance(example, torch.Tensor) and notes_on(example) else None
+    notes = notes_on(example) if isinstance(example, torch.Tensor) else ()
+    return id(example) if any(not name.startswith(("_dynamo_", "_specialize_on")) for name in notes) else None
 
 
 def _seen_of(value: Any) -> tuple[Any, ...]:
@@ -488,11 +501,12 @@ def _constant(value: Any) -> tuple[Any, ...]:
     return ("constant", type(value), repr(value))
 
 
-def _check_node(node: Node) -> None:
+def _check_node(node: Node, root: Any) -> None:
     """Raise ``Unlike`` for a node that cannot be made once more by what is known of it."""
     if node.op == "placeholder":
-        if not isinstance(node.meta["grapharg"].example, torch.Tensor):
-            raise Unlike("a size is an input of its own")
+        given = node.meta["grapharg"]
+        if not isinstance(given.example, torch.Tensor) and _is_below(given.source, root):
+            raise Unlike("a number of the module's is an input")
         return
     if node.op not in ("call_function", "call_method") or isinstance(node.target, types.MethodType):
         raise Unlike(f"a node is a {node.op}")
@@ -503,9 +517,8 @@ def _check_node(node: Node) -> None:
     _seen_of(node.meta.get("example_value"))  # none, where an item of a tensor is set
 
 
-def _given_name(node: Node) -> str:
-    """What a node was named after, if that is a variable; Dynamo notes the name that a node has at first."""
-    first = node.meta["source_fn_stack"][-1][0]
+def _given_name(node: Node, first: str) -> str:
+    """What a node was named after, if it has another name than at first: a variable."""
     return "" if node.name == first else re.sub(r"_\d+$", "", node.name)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
 from bcg_compiler.compat.fake import FakeTensor, size_conditions
+from bcg_compiler.compat.patches import patched_here
 
 
 def tracing_context() -> TracingContext | None:
@@ -86,27 +87,15 @@ def compile_graph(
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
 
 
-@contextmanager
-def _numbers_stay_open() -> Iterator[None]:
+def _numbers_stay_open() -> AbstractContextManager[None]:
     """Keep AOTAutograd from having Dynamo trace once more, with a constant for each number that is open.
 
     It does that for all numbers of the shape environment that it does not find in the graph as tensors; and those of a
-    whole model are not in a unit, which takes none that is read on the host. Other threads compile as ever.
+    whole model are not in a unit, which takes none that is read on the host.
     """
     from torch._functorch._aot_autograd import graph_compile
 
-    module: Any = graph_compile
-    thread, before = threading.get_ident(), module.tensorify_python_scalars
-
-    def leave(*args: Any) -> None:
-        if threading.get_ident() != thread:
-            before(*args)
-
-    module.tensorify_python_scalars = leave
-    try:
-        yield
-    finally:
-        module.tensorify_python_scalars = before
+    return patched_here(graph_compile, "tensorify_python_scalars", lambda _: lambda *args: None)
 
 
 @contextmanager
