@@ -24,7 +24,7 @@ from bcg_compiler.compat.fake import (
     storage_key,
     tree_leaves,
 )
-from bcg_compiler.compat.likeness import Likeness, likeness, notes_on, tensors_alike
+from bcg_compiler.compat.likeness import MARKS, Likeness, likeness, notes_on, tensors_alike
 
 #: What Dynamo notes on a node; one with more notes is not copied.
 _NOTES = {"nn_module_stack", "source_fn_stack", "stack_trace", "example_value", "creation_timestamp"}
@@ -472,7 +472,7 @@ def _notes_key(node: Node) -> Any:
     """A key of what code has noted on a tensor: none, or which tensor it is."""
     example = node.meta["grapharg"].example if "grapharg" in node.meta else None
     notes = notes_on(example) if isinstance(example, torch.Tensor) else ()
-    return id(example) if any(not name.startswith(("_dynamo_", "_specialize_on")) for name in notes) else None
+    return id(example) if any(not name.startswith(MARKS) for name in notes) else None
 
 
 def _seen_of(value: Any) -> tuple[Any, ...]:

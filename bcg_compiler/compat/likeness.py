@@ -17,6 +17,8 @@ _NUMBERS = (int, float, bool, str)
 _CONSTANTS = (*_NUMBERS, complex, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size, range)
 #: What Dynamo notes on a tensor that it has seen.
 _DYNAMO_NOTE = "_dynamo_static_input_type"
+#: How the notes begin that ``torch._dynamo.mark_dynamic`` and its kin leave on a tensor.
+MARKS = ("_dynamo_", "_specialize_on", "_has_dynamo_dim_marking")
 
 
 @dataclass
