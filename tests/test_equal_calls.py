@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import functools
 import re
 import types
 from collections import Counter
@@ -224,6 +225,14 @@ def test_attributes_that_differ(layers: list[nn.Module]) -> None:
 
 def test_an_attribute_that_differs_and_is_not_read_is_nothing() -> None:
     check(Layers(Part(index=0, name="a"), Part(index=1, name="b"), Part(index=2, name="c")), torch.ones(4), copied=2)
+
+
+def test_partials_of_one_function() -> None:
+    """Each layer has a partial of its own, as some activations of transformers are."""
+    layers = [Acting(act=functools.partial(F.gelu, approximate="tanh")) for _ in range(3)]
+    check(Layers(*layers), torch.randn(3, 4), copied=2)
+    layers[1].act = functools.partial(F.gelu, approximate="none")
+    check(Layers(*layers), torch.randn(3, 4), copied=1)
 
 
 def test_layers_of_two_kinds_in_turn() -> None:

@@ -109,9 +109,12 @@ class _Comparison:
         if type(first) in (list, tuple):
             return len(first) == len(second) and all(map(self.alike, first, second, [""] * len(first)))
         if type(first) is set:
-            return all(isinstance(item, _CONSTANTS) for item in first) and bool(first == second)
+            return all(isinstance(item, _CONSTANTS) for item in first) and list(first) == list(second)
         if isinstance(first, weakref.ref):
             return False  # it leads to the object by another way
+        if type(first) is functools.partial:
+            parts = [(p.func, p.args, p.keywords) for p in (first, second)]
+            return not (vars(first) or vars(second)) and all(map(self.alike, *parts, [""] * 3))
         if type(first) is types.MethodType:
             return first.__func__ is second.__func__ and self.alike(first.__self__, second.__self__, "")
         cls: Any = type(first)
