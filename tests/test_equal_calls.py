@@ -433,6 +433,24 @@ def test_results_in_tuples_that_share_memory() -> None:
     check(OfHalves(), torch.randn(3, 4), copied=2)
 
 
+class Held(Part):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return self.linear(x) * self.eps
+
+
+def test_a_trace_that_dynamo_begins_anew() -> None:
+    """Numbers that modules hold are open once they have differed, and a trace with them may be begun again."""
+    layers = [Held(eps=0.5) for _ in range(3)]
+    model = Layers(*layers)
+    compiled = torch.compile(model, backend="bcg", options=OPTIONS)
+    for eps in (0.5, 0.25, 0.125):
+        for layer in layers:
+            layer.eps = eps
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+        check(model, x, copied=2)
+
+
 # -- breaks ------------------------------------------------------------------------------------------------------------
 
 

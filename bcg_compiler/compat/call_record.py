@@ -213,6 +213,8 @@ class Record:
 
         ``seen``: in this trace. ``around``: modules around those of which there are equal ones, by ``id()``.
         """
+        if any(node._erased for node in self.nodes):
+            raise Unlike("Dynamo went back in its trace")
         if self.call.inference != call.inference or not self.call.ambient.check():
             raise Unlike("another mode")
         call.check_plain()
@@ -295,10 +297,10 @@ class _Copy:
             for node in self._record.nodes:
                 self._make(node)
             found = self._value(self._record.result)
-        except Unlike:
+        except Exception as error:  # one of Dynamo's own, too: it will be raised again if the call is at fault
             for made in reversed(self._made):
                 self._tracer.remove_node(made)
-            raise
+            raise error if isinstance(error, Unlike) else Unlike(f"{type(error).__name__}: {error}") from error
         counts = self._call.tx.num_calls
         for path, n in self._record.counts.items():
             moved = self._moved(path)

@@ -91,6 +91,7 @@ class _Trace:
         self._siblings, self._around = _siblings(model)
         self._parts = {id(part) for sibling in self._siblings.values() for part in sibling.modules()}
         self._records: dict[type, list[Record]] = {}
+        self._output: Any = None
         self._seen = Seen()
         #: Where modules were found first, and whether one was found elsewhere as well: code may ask which one it is.
         self._paths: dict[int, str] = {}
@@ -122,6 +123,8 @@ class _Trace:
 
     def call(self, trace_it: Callable[[], Any], call: Call) -> Any:
         """The result of a call, which is copied if an equal one was traced before."""
+        if call.tx.output is not self._output:  # Dynamo has begun anew, with another graph
+            self._output, self._records = call.tx.output, {}
         cls = type(call.module)
         records = self._records.setdefault(cls, [])
         why = "" if records else "first of its class"
