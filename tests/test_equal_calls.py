@@ -107,6 +107,7 @@ class Layers(nn.Module):
         self.layers, self.more = nn.ModuleList(layers), more
 
     def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        x = torch.neg(x)
         for number, layer in enumerate(self.layers):
             x = layer(x, **kwargs) if self.more is None else layer(x, self.more(number), **kwargs)
         return x
@@ -320,7 +321,7 @@ class Around(nn.Module):
         self.layers, self.context = nn.ModuleList([Part(), Part(), Part()]), context
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
+        x = self.layers[0](torch.neg(x))
         with self.context():
             x = self.layers[1](x)
         return self.layers[2](x.float())
@@ -361,6 +362,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Cached() for _ in range(count))
 
     def forward(self, x: Tensor, caches: Any) -> Tensor:
+        x = torch.neg(x)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache)
         return x
@@ -422,6 +424,7 @@ class OfHalves(nn.Module):
         self.layers = nn.ModuleList(Halves() for _ in range(3))
 
     def forward(self, x: Tensor) -> Any:
+        x = torch.neg(x)
         for layer in self.layers:
             a, (b, _, number) = layer(x)
             a.mul_(number)

@@ -2,10 +2,11 @@
 ``equal_calls``; run with torch 2.11, 2.13 and 2.14).
 """
 
+import copy
 import re
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +38,12 @@ _PLAIN_TYPES = (
 #: What a call that is copied may return, and tuples of it.
 _RESULTS = ("tensor", "constant", "items")
 
-#: Builtins whose results differ from object to object.
-_IDENTITIES = {"id", "hash"}
+#: What tells objects apart where nobody sees it. A copied tensor is no view of another one.
+_IDENTITIES = {"id", "hash", "repr", "__hash__", "__repr__", "_base", "_is_view"}
+_IDENTITY_FUNCTIONS = (id, hash, repr)
+
+#: Variables of objects whose attributes are all that a trace can change of them.
+_OBJECTS = ("UserDefinedObjectVariable", "UnspecializedNNModuleVariable")
 
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
 
@@ -65,6 +70,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.identities = False
         self._sources: dict[int, list[Any]] = {}
         self._kept: list[Any] = []
 
@@ -72,13 +78,25 @@ class Seen:
         """Dynamo takes a value from where the code that it traces finds it."""
         self._sources.setdefault(id(value), []).append(source)
         self._kept.append(value)
+        if any(value is function for function in _IDENTITY_FUNCTIONS) and "builtins" not in name_of(source):
+            self.identities = True  # under a name of the code's own
         while source is not None:
             self.names |= {str(getattr(source, "member", "")), str(getattr(source, "index", ""))}
             source = getattr(source, "base", None)
 
-    def elsewhere(self, address: int, root: Any) -> bool:
-        """Whether an object was found other than below a source: code may have asked whether it is that very one."""
-        return any(not _is_below(source, root) for source in self._sources.get(address, ()))
+    def elsewhere(self, address: int, root: Any, detours: Collection[str]) -> bool:
+        """Whether an object was found other than below a source, or by a detour below it.
+
+        Code may have asked whether it is that very one.
+        """
+        return any(
+            not _is_below(name, name_of(root)) or any(_is_below(name, detour) for detour in detours)
+            for name in self.places(address)
+        )
+
+    def places(self, address: int) -> set[str]:
+        """The texts of the sources at which an object was found."""
+        return {name_of(source) for source in self._sources.get(address, ())}
 
 
 class Call:
@@ -121,16 +139,32 @@ class Recording:
         tx = call.tx
         call.check_plain()
         self.call = call
+        self._own = {id(part) for part in call.module.modules()}
         self.arguments = call.arguments()
-        self.names = {part.node: part.node.name for part in self.arguments if part.node is not None}
         self.modules = len(tx.nn_module_stack)
         self.counts = dict(tx.num_calls)
         self.line = _stack_text(tx)
-        self.last = next(iter(reversed(tx.output.graph.nodes)), None)
+        self.last = _last_node(tx.output.graph)
+        self.names: list[tuple[Node | None, Node, str]] = []
+        self.constants: list[tuple[Node | None, Callable[[], Any], Any]] = []
         self.inputs = frozenset(tx.output.graph.find_nodes(op="placeholder"))
         self.codes = len(tx.output.tracing_context.traced_code)
         self.random = len(tx.output.random_calls)
         self.changes = _changes(tx.output.side_effects)
+
+    def is_own(self, part: Any) -> bool:
+        """Whether a module is a part of the one that is called."""
+        return id(part) in self._own
+
+    def note_name(self, variable: Any, name: str) -> None:
+        """Dynamo names the node of a tensor after a variable of the code, if it has no such name yet."""
+        graph = self.call.tx.output.graph
+        if variable.proxy.node.graph is graph:
+            self.names.append((_last_node(graph), variable.proxy.node, name))
+
+    def note_constant(self, function: Callable[[], Any], result: Any) -> None:
+        """Dynamo runs a function for real, for a constant that the code reads."""
+        self.constants.append((_last_node(self.call.tx.output.graph), function, result))
 
     def record(self, result: Any) -> "Record":
         """What the call has put into the graph. Raises ``Unlike`` if that is not all it did, or cannot be said."""
@@ -143,6 +177,9 @@ class Recording:
         if len(tx.output.random_calls) > self.random:
             raise Unlike("calls Python's random numbers")
         arguments = call.arguments()
+        effects = tx.output.side_effects
+        if any(p.node is not None and p.variable in effects.store_attr_mutations for p in arguments):
+            raise Unlike("an argument has new attributes")
         before = {id(p.variable): p.seen for p in self.arguments if p.node is not None}
         if any(before.get(id(p.variable), p.seen) != p.seen for p in arguments if p.node is not None):
             raise Unlike("changes the shape of an argument")
@@ -156,28 +193,30 @@ class Recording:
                 raise Unlike("reads a result that is not among its arguments")
             if not (node.meta.get("stack_trace") or "").startswith(self.line):
                 raise Unlike("a source line is not below that of the call")
-        from torch._dynamo.variables import ListVariable
-
+        if any(node not in known and node.op != "placeholder" for _, node, _ in self.names):
+            raise Unlike("names a result that is not among its arguments")
+        read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
         results: list[_Part] = []
         _add_parts(result, results)
         stored = tx.output.side_effects.store_attr_mutations
-        if any(
-            p.waiting or p.seen[0] not in _RESULTS or p.seen[1] is ListVariable or p.variable in stored for p in results
-        ):
+        if any(p.waiting or p.seen[0] not in _RESULTS or p.variable in stored or _is_list(p) for p in results):
             raise Unlike("its result is not only tensors")
         counts = {path: n - self.counts.get(path, 0) for path, n in tx.num_calls.items()}
         return Record(
             call=call,
             arguments=arguments,
-            lazily=frozenset(id(p.variable) for p in self.arguments if p.waiting),
+            lazily=frozenset(id(p.variable.unwrap()) for p in self.arguments if p.waiting),
             inputs=inputs,
+            earlier=[n for n in read if n.op == "placeholder" and n not in inputs],
             nodes=nodes,
-            names={node: name for node in nodes if (name := _given_name(node, node.meta["source_fn_stack"][-1][0]))},
-            argument_names={n: name for n, first in self.names.items() if (name := _given_name(n, first))},
+            names=self.names,
+            constants=self.constants,
+            last=self.last,
             result=result,
             changes=self.changes,
             modules=self.modules,
             counts={path: n for path, n in counts.items() if n},
+            counted=self.counts,
             line=self.line,
         )
 
@@ -187,11 +226,15 @@ class Record:
     """What a call has put into the graph.
 
     ``inputs``, ``nodes``  new ones, in their order
-    ``names``, ``argument_names``  those that nodes got in it, from variables of the code
+    ``earlier``            those that nodes read, and were there before
+    ``names``              those that nodes got from variables of the code, after which node was made, in their order
+    ``constants``          functions that ran for real, after which node was made, and what they gave
+    ``last``               the node before the call
     ``lazily``             arguments that Dynamo looked at within the call
     ``changes``            what had been changed in Python before it
     ``modules``            how many modules there are around the call, in the stack that nodes have
     ``counts``             how often modules were called in it, by their path
+    ``counted``            how often before it
     ``line``               the text of the source lines around the call
     """
 
@@ -200,12 +243,15 @@ class Record:
     lazily: frozenset[int]
     inputs: list[Node]
     nodes: list[Node]
-    names: dict[Node, str]
-    argument_names: dict[Node, str]
+    earlier: list[Node]
+    names: list[tuple[Node | None, Node, str]]
+    constants: list[tuple[Node | None, Callable[[], Any], Any]]
+    last: Node | None
     result: Any
     changes: list[Any]
     modules: int
     counts: dict[str, int]
+    counted: dict[str, int]
     line: str
 
     def copy(self, call: Call, seen: Seen, around: frozenset[int]) -> Any:
@@ -225,23 +271,57 @@ class Record:
             raise Unlike("modules differ")
         if alike.different & seen.names:
             raise Unlike(f"reads what differs: {', '.join(sorted(alike.different & seen.names))}")
-        own = [address for address in alike.counterparts if alike.is_own(address)]
-        if around & alike.counterparts.keys() or any(seen.elsewhere(a, self.call.source) for a in own):
+        detours = self._detours(call, alike, seen)
+        if around & alike.counterparts.keys() or self._is_elsewhere(call, alike, seen, detours):
             raise Unlike("finds itself elsewhere")
-        parts = self._matched(call)
+        through = {_MEMBER.sub(r".\2", detour) for detour in detours}
+        if any(path != detour and _is_below(path, detour) for path in self.counts for detour in through):
+            raise Unlike("calls a module that is a part of what it shares")  # its path is that of the first one
+        parts = self._matched(call, alike, seen)
         return _Copy(self, call, alike, parts).result()
 
-    def _matched(self, call: Call) -> list[_Part]:
+    def _detours(self, call: Call, alike: Likeness, seen: Seen) -> list[str]:
+        """Where the modules of two calls have what is one object in both: what is below it is found from both."""
+        mine, theirs = name_of(self.call.source), name_of(call.source)
+        shared = [address for address in alike.counterparts if not alike.is_own(address)]
+        ways = {way for address in shared for way in seen.places(address)}
+        return [way for way in ways if _is_below(way, mine) or _is_below(way, theirs)]
+
+    def _is_elsewhere(self, call: Call, alike: Likeness, seen: Seen, detours: Collection[str]) -> bool:
+        """Whether what only one of two calls' modules has was found by another way than as a part of it."""
+        own = [address for address in alike.counterparts if alike.is_own(address)]
+        return any(
+            seen.elsewhere(address, self.call.source, detours)
+            or seen.elsewhere(id(alike.counterparts[address]), call.source, detours)
+            for address in own
+        )
+
+    def _matched(self, call: Call, alike: Likeness, seen: Seen) -> list[_Part]:
         """The arguments of another call, in the order of this one's."""
         given = call.arguments()
+        stored = call.tx.output.side_effects.store_attr_mutations
+        if any(p.node is not None and p.variable in stored for p in given):
+            raise Unlike("an argument has new attributes")
         if len(given) != len(self.arguments):
             raise Unlike("other arguments")
         pairs: dict[Node, Any] = {}
+        stored_nodes = _nodes_in(self.changes)
         for mine, theirs in zip(self.arguments, given, strict=True):
             if mine.waiting:
                 continue  # the call did not look at it
             if not (self._may_wait(mine, theirs, call) if theirs.waiting else mine.seen == theirs.seen):
                 raise Unlike("another argument")
+            a, b = _object_of(mine), _object_of(theirs)
+            if not alike.are_counterparts(a, b):
+                raise Unlike("an argument is a part of the module")
+            is_other = (a is not b and id(a) not in alike.counterparts) or mine.node is not theirs.node
+            if is_other and (
+                any(len(seen.places(id(tensor))) > 1 for tensor in (a, b) if tensor is not None)
+                or not stored_nodes.isdisjoint((mine.node, theirs.node))
+            ):
+                raise Unlike("an argument is found elsewhere")
+            if id(mine.variable) in self.lazily and mine.node is not theirs.node and not theirs.waiting:
+                raise Unlike("another argument")  # it had its name before, and this one gets one in the call
             if mine.node is not None:
                 stands = id(theirs.waiting[0]) if theirs.waiting else theirs.node
                 if pairs.setdefault(mine.node, stands) != stands:
@@ -283,29 +363,58 @@ class _Copy:
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._made: list[Node] = []
         self._line = _stack_text(call.tx)
+        self._counted = dict(call.tx.num_calls)
+        self._memories_of: dict[int | None, int | None] = {}
+        self._named: set[Node] = set()
         for mine, theirs in zip(record.arguments, given, strict=True):
             if mine.node is not None:
                 self._given[mine.node] = theirs
 
     def result(self) -> Any:
         """Make the nodes, and what the call returns."""
+        names = None
         try:
-            for node in self._record.inputs:
+            for node in (*self._record.earlier, *self._record.inputs):
                 self._stands_for(node)
-            for node, name in self._record.argument_names.items():
-                self._given[node].variable.set_name_hint(name)
+            for node, given in self._given.items():
+                if not given.waiting:
+                    self._stands_for(node)
+            self._give_names(self._record.last)
+            names = _names_of(self._call.tx.output.graph)
+            self._check_constants(self._record.last)
             for node in self._record.nodes:
                 self._make(node)
+                self._give_names(node)
+                self._check_constants(node)
             found = self._value(self._record.result)
         except Exception as error:  # one of Dynamo's own, too: it will be raised again if the call is at fault
             for made in reversed(self._made):
                 self._tracer.remove_node(made)
+            if names is not None:
+                vars(self._call.tx.output.graph._graph_namespace).update(names)
             raise error if isinstance(error, Unlike) else Unlike(f"{type(error).__name__}: {error}") from error
         counts = self._call.tx.num_calls
         for path, n in self._record.counts.items():
             moved = self._moved(path)
             counts[moved] = counts.get(moved, 0) + n
         return found
+
+    def _give_names(self, last: Node | None) -> None:
+        """Name nodes after variables of the code, as it was done once a node of the record had been made."""
+        for at, node, name in self._record.names:
+            if at is not last:
+                continue
+            if node in self._given:
+                self._given[node].variable.set_name_hint(name)
+            elif node.op != "placeholder" and node not in self._named:
+                self._nodes[node]._rename(name)
+                self._named.add(node)
+
+    def _check_constants(self, last: Node | None) -> None:
+        """Run what ran for real once a node of the record had been made: what a break gave, is read like this."""
+        for at, function, result in self._record.constants:
+            if at is last and _constant(function()) != _constant(result):
+                raise Unlike("an operation gives something else")
 
     def _stands_for(self, node: Node) -> Node:
         """The node in place of one of the record's."""
@@ -318,6 +427,8 @@ class _Copy:
             if isinstance(mine, torch.Tensor):
                 self._fakes[id(mine)] = theirs
                 key = storage_key(mine)
+                if self._memories_of.setdefault(key, storage_key(theirs)) != storage_key(theirs):
+                    raise Unlike("tensors that share memory do not")
                 if key is not None:
                     self._memories.setdefault(key, outline_of(theirs, self._mode))
         return found
@@ -328,6 +439,7 @@ class _Copy:
         given = self._given.get(node)
         if given is not None:
             variable, is_new = given.variable, bool(given.waiting)
+            self._check_place(node, is_new)
         elif node.op != "placeholder":
             raise Unlike("reads a result that is not among its arguments")
         else:
@@ -336,6 +448,7 @@ class _Copy:
                 return node
             tx, own = self._call.tx, self._alike.counterparts[id(tensor)]
             is_new = own not in tx.output.side_effects
+            self._check_place(node, is_new)
             variable = VariableTracker.build(
                 tx, own, _moved_source(source, self._record.call.source, self._call.source)
             )
@@ -344,6 +457,10 @@ class _Copy:
         if is_new:
             self._note_place(node, found)
         return found
+
+    def _check_place(self, node: Node, is_new: bool) -> None:
+        if is_new and node in self._record.earlier:
+            raise Unlike("an input was read before, and this one was not")  # nobody knows where it would be read
 
     def _note_place(self, node: Node, made: Node) -> None:
         if "nn_module_stack" in node.meta:
@@ -367,8 +484,6 @@ class _Copy:
         self._nodes[node] = made
         self._note_place(node, made)
         made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
-        if node in self._record.names:
-            made._rename(self._record.names[node])
         if "example_value" not in node.meta:
             return
         mine = node.meta["example_value"]
@@ -405,9 +520,14 @@ class _Copy:
         if key not in self._stacks:
             found = dict(self._call.tx.nn_module_stack)
             for name, (path, cls) in list(stack.items())[self._record.modules :]:
-                address, at, number = name.partition("@")
-                module = self._alike.counterparts.get(int(address)) if address.isdigit() else None
-                found[f"{id(module)}{at}{number}" if module is not None else name] = (self._moved(path), cls)
+                address, _, number = name.partition("@")
+                if not address.isdigit():
+                    found[name] = (self._moved(path), cls)
+                    continue
+                module = self._alike.counterparts.get(int(address))
+                moved = self._moved(path)
+                n = int(number or 0) - self._record.counted.get(path, 0) + self._counted.get(moved, 0)
+                found[f"{address if module is None else id(module)}{f'@{n}' if n else ''}"] = (moved, cls)
             self._stacks[key] = found
         return dict(self._stacks[key])
 
@@ -434,7 +554,7 @@ class _Copy:
         if node not in self._variables:
             example, proxy = made.meta["example_value"], self._tracer.proxy(made)
             found: Any = handle_traced_output(example, self._call.tx, proxy, {}, None, TensorVariable)
-            found._is_name_set = node in self._record.names
+            found._is_name_set = node in self._named
             self._variables[node] = found
         return self._variables[node]
 
@@ -444,30 +564,35 @@ def _add_parts(variable: Any, parts: list[_Part]) -> None:
     from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.tensor import SymNodeVariable
 
-    given = variable
     if isinstance(variable, LazyVariableTracker):
         if not variable.is_realized() and type(variable.peek_value()) in (tuple, list):
             variable.realize()  # whose items are not looked at by that
         if not variable.is_realized():
-            parts.append(_Part(("waiting",), given, waiting=(variable.peek_value(),)))
+            parts.append(_Part(("waiting",), variable, waiting=(variable.peek_value(),)))
             return
         variable = variable.unwrap()
     kind = type(variable)
     if kind is TensorVariable:
         node = variable.as_proxy().node
-        parts.append(_Part((*_seen_of(node.meta["example_value"]), _notes_key(node)), given, node))
+        parts.append(_Part((*_seen_of(node.meta["example_value"]), _notes_key(node)), variable, node))
     elif kind is SymNodeVariable:
-        parts.append(_Part(("size", size_expression(variable.sym_num)), given, variable.as_proxy().node))
+        parts.append(_Part(("size", size_expression(variable.sym_num)), variable, variable.as_proxy().node))
     elif kind is ConstantVariable:
-        parts.append(_Part(_constant(variable.value), given))
+        parts.append(_Part(_constant(variable.value), variable))
     elif kind is TupleVariable or (kind is ListVariable and variable.source is not None):
-        parts.append(_Part(("items", kind, len(variable.items)), given))
+        parts.append(_Part(("items", kind, len(variable.items)), variable))
         for item in variable.items:
             _add_parts(item, parts)
     elif getattr(variable, "source", None) is not None and hasattr(variable, "value"):
-        parts.append(_Part(("object", id(variable.value)), given))
+        parts.append(_Part(("object", id(variable.value)), variable))
     else:
         raise Unlike(f"an argument is a {kind.__name__}")
+
+
+def _is_list(part: _Part) -> bool:
+    from torch._dynamo.variables import ListVariable
+
+    return part.seen[0] == "items" and part.seen[1] is ListVariable
 
 
 def _notes_key(node: Node) -> Any:
@@ -507,7 +632,7 @@ def _check_node(node: Node, root: Any) -> None:
     """Raise ``Unlike`` for a node that cannot be made once more by what is known of it."""
     if node.op == "placeholder":
         given = node.meta["grapharg"]
-        if not isinstance(given.example, torch.Tensor) and _is_below(given.source, root):
+        if not isinstance(given.example, torch.Tensor) and _is_below(name_of(given.source), name_of(root)):
             raise Unlike("a number of the module's is an input")
         return
     if node.op not in ("call_function", "call_method") or isinstance(node.target, types.MethodType):
@@ -519,9 +644,30 @@ def _check_node(node: Node, root: Any) -> None:
     _seen_of(node.meta.get("example_value"))  # none, where an item of a tensor is set
 
 
-def _given_name(node: Node, first: str) -> str:
-    """What a node was named after, if it has another name than at first: a variable."""
-    return "" if node.name == first else re.sub(r"_\d+$", "", node.name)
+def _names_of(graph: Any) -> dict[str, Any]:
+    """The names that are taken in a graph; one of a node that was removed stays taken."""
+    return {name: copy.copy(value) for name, value in vars(graph._graph_namespace).items()}
+
+
+def _last_node(graph: Any) -> Node | None:
+    return next((node for node in reversed(graph.nodes) if node.op != "placeholder"), None)
+
+
+def _object_of(part: _Part) -> Any:
+    """What an argument is, if that was there before the trace and is more than its value."""
+    if part.waiting:
+        value = part.waiting[0]
+        return value if isinstance(value, torch.Tensor) else None
+    if part.node is not None:
+        return part.node.meta["grapharg"].example if part.node.meta.get("grapharg") is not None else None
+    return part.variable.value if part.seen[0] == "object" else None
+
+
+def _nodes_in(changes: Sequence[Any]) -> set[Node]:
+    from torch._dynamo.variables import TensorVariable
+
+    # By type(): to ask a lazy variable with isinstance() makes an input of it.
+    return {change.as_proxy().node for change in changes if type(change) is TensorVariable}
 
 
 def _nodes_behind(graph: Any, last: Node | None) -> Iterator[Node]:
@@ -546,9 +692,8 @@ def _stack_text(tx: Any) -> str:
     return "".join(traceback.StackSummary.from_list(shown).format())
 
 
-def _is_below(source: Any, root: Any) -> bool:
+def _is_below(name: str, around: str) -> bool:
     # By their texts: one source has types of its own for what is in a module, and another one has not.
-    name, around = name_of(source), name_of(root)
     return name == around or name.startswith((f"{around}.", f"{around}["))
 
 
@@ -593,8 +738,23 @@ def _add_change(effects: Any, variable: Any, found: list[Any], seen: set[int]) -
     elif isinstance(variable, BaseListVariable):
         for value in variable.items:
             _add_change(effects, value, found, seen)
-    elif variable not in effects.store_attr_mutations and effects.is_modified(variable):
+    elif _is_hidden(effects, variable):
         raise Unlike("a Python object was changed in a way that is not seen")
+
+
+def _is_hidden(effects: Any, variable: Any) -> bool:
+    """Whether a variable that is not a container may have changed in another way than by its attributes."""
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    if isinstance(variable, (TensorVariable, SymNodeVariable)):
+        return False
+    if variable in effects.store_attr_mutations:
+        return isinstance(variable, UserDefinedObjectVariable) and type(variable).__name__ not in _OBJECTS
+    if variable.mutation_type is None:
+        return variable.source is None
+    return bool(effects.is_modified(variable))
 
 
 def _same(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:

@@ -15,15 +15,15 @@ are not made, so that a trace whose guards are kept must not be made like this.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bcg_compiler.compat.call_record import Call, Record, Recording, Seen, Unlike
-from bcg_compiler.compat.dynamo import name_of, unwrapped
+from bcg_compiler.compat.dynamo import unwrapped
 from bcg_compiler.compat.patches import patched_here
 
 #: Records kept for each class of modules: different kinds of layers, or kinds of arguments.
@@ -46,7 +46,7 @@ class EqualCalls:
 @contextmanager
 def equal_calls(model: Any) -> Iterator[EqualCalls]:
     """Let Dynamo, in this thread, trace equal layers of a module once."""
-    from torch._dynamo.variables import builder, functions, nn_module
+    from torch._dynamo.variables import BuiltinVariable, TensorVariable, builder, functions, nn_module
 
     trace = _Trace(unwrapped(model))
 
@@ -65,20 +65,45 @@ def equal_calls(model: Any) -> Iterator[EqualCalls]:
 
         return see
 
-    def seeing_constants(run: Any) -> Any:
-        def see(tx: Any, fn: Any, *args: Any) -> Any:
-            if getattr(fn, "__self__", None) is not None:
-                trace.unsafe = "runs a method that is not traced"
-            return run(tx, fn, *args)
+    def seeing_names(give: Any) -> Any:
+        def see(variable: Any, name: str) -> Any:
+            if trace.recording is not None:
+                trace.recording.note_name(variable, name)
+            return give(variable, name)
 
         return see
 
-    with (
-        patched_here(nn_module.UnspecializedNNModuleVariable, "call_function", seeing_calls),
-        patched_here(builder.VariableBuilder, "__call__", seeing_values),
-        patched_here(functions, "invoke_and_store_as_constant", seeing_constants),
-    ):
+    def seeing_texts(write: Any) -> Any:
+        def see(self: Any, tx: Any, arg: Any) -> Any:
+            if hasattr(arg.realize(), "value_type"):
+                trace.unsafe = "asks for the text of an object"  # by code of its own, which runs for real
+            return write(self, tx, arg)
+
+        return see
+
+    def seeing_constants(run: Any) -> Any:
+        def see(tx: Any, fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            result = run(tx, fn, name, args, kwargs)
+            trace.ran(fn, args, kwargs, result)
+            return result
+
+        return see
+
+    with ExitStack() as stack:
+        stack.enter_context(patched_here(nn_module.UnspecializedNNModuleVariable, "call_function", seeing_calls))
+        stack.enter_context(patched_here(builder.VariableBuilder, "__call__", seeing_values))
+        stack.enter_context(patched_here(TensorVariable, "set_name_hint", seeing_names))
+        stack.enter_context(patched_here(functions, "invoke_and_store_as_constant", seeing_constants))
+        if "call_str" in vars(BuiltinVariable):  # up to torch 2.13
+            stack.enter_context(patched_here(BuiltinVariable, "call_str", seeing_texts))
+            handlers: Any = BuiltinVariable.call_function_handler_cache
+            for key in [key for key in handlers if key[0] is str]:
+                del handlers[key]  # it holds the function from before
         yield trace.calls
+
+
+def _is_constant(variable: Any) -> bool:
+    return not variable.is_tensor() and bool(variable.is_python_constant())
 
 
 class _Trace:
@@ -91,20 +116,16 @@ class _Trace:
         self._siblings, self._around = _siblings(model)
         self._parts = {id(part) for sibling in self._siblings.values() for part in sibling.modules()}
         self._records: dict[type, list[Record]] = {}
-        self._output: Any = None
         self._seen = Seen()
-        #: Where modules were found first, and whether one was found elsewhere as well: code may ask which one it is.
-        self._paths: dict[int, str] = {}
-        self._aliased = False
         #: Classes whose code does what must not be copied. Dynamo keeps what was read once, and is not seen to read it.
         self._unsafe_classes: set[type] = set()
-        #: The parts of the module whose call is recorded.
-        self._own: set[int] | None = None
+        self.recording: Recording | None = None
+        self._output: Any = None
 
     def is_wanted(self, variable: Any, tx: Any) -> bool:
         """Whether a call is to be seen as one: none within another one, nor in a graph within the graph."""
         return (
-            self._own is None
+            self.recording is None
             and id(variable.value) in self._siblings
             and variable.source is not None
             and len(tx.output.tracers) == 1
@@ -113,25 +134,30 @@ class _Trace:
     def read(self, source: Any, value: Any) -> None:
         """Dynamo takes a value from where the code that it traces finds it."""
         self._seen.add(source, value)
-        if id(value) not in self._parts and id(value) not in self._around:
-            return
-        name = name_of(source)
-        if self._own is not None and id(value) not in self._own:
+        is_module = id(value) in self._parts or id(value) in self._around
+        if is_module and self.recording is not None and not self.recording.is_own(value):
             self.unsafe = "reads other modules"
-        elif self._paths.setdefault(id(value), name) != name:
-            self._aliased = True
+
+    def ran(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Dynamo has run a function for real. What that reads of objects and tensors is not seen."""
+        if self.recording is None:
+            return
+        if getattr(fn, "__self__", None) is None and all(map(_is_constant, (*args, *kwargs.values(), result))):
+            values = [arg.as_python_constant() for arg in args]
+            named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
+            self.recording.note_constant(lambda: fn(*values, **named), result.as_python_constant())
+        else:
+            self.unsafe = "runs code that is not traced"
 
     def call(self, trace_it: Callable[[], Any], call: Call) -> Any:
         """The result of a call, which is copied if an equal one was traced before."""
-        if call.tx.output is not self._output:  # Dynamo has begun anew, with another graph
-            self._output, self._records = call.tx.output, {}
+        if self._output is not call.tx.output:  # Dynamo began anew, with another graph
+            self._output = call.tx.output
+            self._records.clear()
         cls = type(call.module)
         records = self._records.setdefault(cls, [])
         why = "" if records else "first of its class"
         for record in records:
-            if self._aliased:
-                why = "a module has two names"
-                break
             try:
                 result = record.copy(call, self._seen, self._around)
             except Unlike as error:
@@ -143,12 +169,14 @@ class _Trace:
         recording = self._begin(call) if len(records) < _RECORDS and cls not in self._unsafe_classes else None
         if recording is None:
             return trace_it()
-        self._own, self.unsafe = {id(part) for part in call.module.modules()}, ""
+        self.recording, self.unsafe = recording, ""
         try:
             result = trace_it()
         finally:
-            self._own = None
+            self.recording = None
         try:
+            if self._seen.identities:
+                raise Unlike("asks which object it is")
             if self.unsafe:
                 self._unsafe_classes.add(cls)
                 raise Unlike(self.unsafe)

@@ -5,15 +5,16 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from bcg_compiler.compat.fake import is_plain, is_traceable_wrapper_subclass
+from bcg_compiler.compat.fake import is_plain, is_traceable_wrapper_subclass, storage_key
 
 _NUMBERS = (int, float, bool, str)
+_HEAP_TYPE = 1 << 9  # a flag of types: made by a class statement, and not in C
 _CONSTANTS = (*_NUMBERS, complex, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size, range)
 #: What Dynamo notes on a tensor that it has seen.
 _DYNAMO_NOTE = "_dynamo_static_input_type"
@@ -26,15 +27,22 @@ class Likeness:
     """What stands for what.
 
     ``counterparts``  by the ``id()`` of an object of the first: the object of the second in its place
+    ``origins``       the ``id()`` of an object of the first, by that of its counterpart
     ``different``     names of attributes that are numbers or strings in both, and not the same ones
     """
 
     counterparts: dict[int, Any] = field(default_factory=dict)
+    origins: dict[int, int] = field(default_factory=dict)
     different: set[str] = field(default_factory=set)
 
     def is_own(self, address: int) -> bool:
         """Whether the first has an object of this ``id()`` that the second does not share."""
         return address in self.counterparts and id(self.counterparts[address]) != address
+
+    def are_counterparts(self, first: Any, second: Any) -> bool:
+        """Whether two objects stand for each other, if either of them is one of these."""
+        stands = self.counterparts.get(id(first), second)
+        return stands is second and self.origins.get(id(second), id(first)) == id(first)
 
 
 def likeness(first: Any, second: Any) -> Likeness | None:
@@ -44,7 +52,10 @@ def likeness(first: Any, second: Any) -> Likeness | None:
     classes whose items and attributes are alike, where what is one object in one of them is one in the other.
     """
     found = Likeness()
-    return found if _Comparison(found).alike(first, second, "") else None
+    try:
+        return found if _Comparison(found).alike(first, second, "") else None
+    except RecursionError:  # a chain of objects
+        return None
 
 
 def tensors_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -78,16 +89,16 @@ def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
 class _Comparison:
     def __init__(self, found: Likeness) -> None:
         self._found = found
-        self._back: dict[int, int] = {}
+        self._memories: dict[int, int | None] = {}
 
     def alike(self, first: Any, second: Any, name: str) -> bool:
         """Compare two objects that are found under a name: of an attribute, "" for items of containers."""
-        if isinstance(first, _CONSTANTS) or type(first) is not type(second):
+        if _is_constant(first) or type(first) is not type(second):
             return self._constants(first, second, name)
-        if id(first) in self._found.counterparts or id(second) in self._back:
-            return self._found.counterparts.get(id(first)) is second and self._back.get(id(second)) == id(first)
+        if id(first) in self._found.counterparts or id(second) in self._found.origins:
+            return self._found.are_counterparts(first, second)
         self._found.counterparts[id(first)] = second
-        self._back[id(second)] = id(first)
+        self._found.origins[id(second)] = id(first)
         return (first is second and not isinstance(first, weakref.ref)) or self._contents(first, second)
 
     def _constants(self, first: Any, second: Any, name: str) -> bool:
@@ -100,16 +111,25 @@ class _Comparison:
             return True
         return False
 
+    def _same_constants(self, first: Iterable[Any], second: Iterable[Any]) -> bool:
+        mine, theirs = list(first), list(second)
+        return len(mine) == len(theirs) and all(
+            _is_constant(a) and self._constants(a, b, "") for a, b in zip(mine, theirs, strict=True)
+        )
+
     def _contents(self, first: Any, second: Any) -> bool:
         if isinstance(first, torch.Tensor):
+            mine, theirs = storage_key(first), storage_key(second)
+            if mine is None or self._memories.setdefault(mine, theirs) != theirs:
+                return False  # tensors that share memory do not
             return tensors_alike(first, second) and self._attributes(notes_on(first), notes_on(second))
         if type(first) in (dict, OrderedDict):
-            named = all(isinstance(key, _CONSTANTS) for key in (*first, *second))
-            return named and list(first) == list(second) and self._attributes(first, second)
+            noted = getattr(first, "__dict__", None) or getattr(second, "__dict__", None)  # on an OrderedDict
+            return not noted and self._same_constants(first, second) and self._attributes(first, second)
         if type(first) in (list, tuple):
             return len(first) == len(second) and all(map(self.alike, first, second, [""] * len(first)))
         if type(first) is set:
-            return all(isinstance(item, _CONSTANTS) for item in first) and list(first) == list(second)
+            return self._same_constants(first, second)  # in one order: code may walk through them
         if isinstance(first, weakref.ref):
             return False  # it leads to the object by another way
         if type(first) is functools.partial:
@@ -133,6 +153,11 @@ def notes_on(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name != _DYNAMO_NOTE}
 
 
+def _is_constant(value: Any) -> bool:
+    """Whether a value is all that there is to it: one of a class made by a ``class`` statement has attributes, too."""
+    return isinstance(value, _CONSTANTS) and not type(value).__flags__ & _HEAP_TYPE
+
+
 class _Plain:
     pass
 
@@ -143,4 +168,9 @@ def _is_plain_class(cls: type) -> bool:
 
     Members of an ``Enum`` are told apart by which object they are.
     """
-    return cls.__basicsize__ == _Plain.__basicsize__ and not issubclass(cls, enum.Enum)
+    return (
+        cls.__basicsize__ == _Plain.__basicsize__
+        and cls.__dictoffset__ != 0
+        and not any(vars(base).get("__slots__") for base in cls.__mro__)
+        and not issubclass(cls, enum.Enum)
+    )
