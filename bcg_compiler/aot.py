@@ -226,12 +226,14 @@ def aot_compile(
     kwargs: Mapping[str, Any] | None = None,
     *,
     options: Mapping[str, Any] | None = None,
+    trace_each_layer: bool = False,
 ) -> AotProgram:
     """Compile ``model`` for arguments of this form into a callable without guards.
 
-    ``options`` are those of ``torch.compile(..., backend="bcg")``. The model is traced and not run. Raises what Dynamo
-    raises where the model is not one graph (``fullgraph=True``), ``AotError`` where it cannot be called without Dynamo:
-    under grad mode, where it sets attributes, or with a result of a type that ``torch.utils._pytree`` does not know.
+    ``options`` are those of ``torch.compile(..., backend="bcg")``. The model is traced and not run, and equal layers are
+    traced once; with ``trace_each_layer`` each by itself. Raises what Dynamo raises where the model is not one graph
+    (``fullgraph=True``), ``AotError`` where it cannot be called without Dynamo: under grad mode, where it sets
+    attributes, or with a result of a type that ``torch.utils._pytree`` does not know.
     """
     from bcg_compiler.backend import start_early
 
@@ -244,7 +246,7 @@ def aot_compile(
     entry = types.FunctionType(_call.__code__.replace(co_name=f"aot_entry_{next(_entries)}"), names)
     entry.__qualname__ = getattr(model, "__qualname__", type(model).__qualname__)
     try:
-        with seldom_collected(), equal_calls(model) as calls:
+        with seldom_collected(), equal_calls(None if trace_each_layer else model) as calls:
             result = torch.compile(entry, backend=trace.backend, fullgraph=True)(*given[0], **given[1])
         if not trace.programs:
             raise AotError(

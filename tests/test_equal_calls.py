@@ -510,6 +510,13 @@ def test_dynamo_is_as_it_was_behind_an_error() -> None:
     assert patched() == before
 
 
+def test_each_layer_is_traced_where_that_is_asked() -> None:
+    model, x = Layers(Part(), Part(), Part()), torch.randn(3, 4)
+    program = bcg.aot_compile(model, (x,), options=OPTIONS, trace_each_layer=True)
+    assert program.equal_calls == EqualCalls()
+    torch.testing.assert_close(program(x), model(x), rtol=0, atol=0)
+
+
 def test_counts_say_why() -> None:
     program = bcg.aot_compile(
         Layers(Scaled(scale=1.0), Scaled(scale=2.0), Scaled(scale=1.0)), (torch.randn(4),), options=OPTIONS

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
-from bcg_compiler.compat.call_record import Call, Record, Recording, Seen, Unlike
+from bcg_compiler.compat.call_copy import Copy
+from bcg_compiler.compat.call_record import Call, Record, Recording, Seen
 from bcg_compiler.compat.dynamo import unwrapped
 from bcg_compiler.compat.patches import patched_here
+from bcg_compiler.compat.trace_values import Unlike
 
 #: Records kept for each class of modules: different kinds of layers, or kinds of arguments.
 _RECORDS = 8
@@ -159,7 +161,7 @@ class _Trace:
         why = "" if records else "first of its class"
         for record in records:
             try:
-                result = record.copy(call, self._seen, self._around)
+                result = Copy(record, call, *record.match(call, self._seen, self._around)).result()
             except Unlike as error:
                 why = str(error)
             else:
