@@ -231,8 +231,8 @@ def aot_compile(
     """Compile ``model`` for arguments of this form into a callable without guards.
 
     ``options`` are those of ``torch.compile(..., backend="bcg")``. The model is traced and not run, and equal layers
-    are traced once; with ``trace_each_layer`` each by itself. Raises what Dynamo raises where the model is not one graph
-    (``fullgraph=True``), ``AotError`` where it cannot be called without Dynamo: under grad mode, where it sets
+    are traced once; with ``trace_each_layer`` each by itself. Raises what Dynamo raises where the model is not one
+    graph (``fullgraph=True``), ``AotError`` where it cannot be called without Dynamo: under grad mode, where it sets
     attributes, or with a result of a type that ``torch.utils._pytree`` does not know.
     """
     from bcg_compiler.backend import start_early
