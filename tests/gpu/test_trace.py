@@ -56,10 +56,9 @@ def test_each_part_has_a_time_on_the_device_and_the_sum_is_within_the_wall() -> 
         assert all(step.device_us is not None and step.device_us > 0 for step in replay.steps)
         total += sum(step.device_us or 0.0 for step in replay.steps)
     assert 0 < total <= wall
-    # The device begins no earlier than the host asks for it, but for what the two clocks may be apart.
-    starts = [(replay.start_us, replay.device_start_us or 0.0) for replay in timeline.replays]
-    assert all(device >= host - 100 for host, device in starts)
-    assert [device for _, device in starts] == sorted(device for _, device in starts)
+    # How far the two clocks are apart is not known where other processes use the device, too.
+    starts = [replay.device_start_us or 0.0 for replay in timeline.replays]
+    assert starts == sorted(starts)
 
 
 @torch.inference_mode()
