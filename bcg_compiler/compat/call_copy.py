@@ -156,8 +156,9 @@ class Copy:
         if "example_value" not in node.meta:
             return
         mine = node.meta["example_value"]
-        # The fake of a break is code that runs, with the instance; and views know what they are views of.
-        if is_break or any(isinstance(leaf, torch.Tensor) and leaf._is_view() for leaf in tree_leaves(mine)):
+        fakes = [leaf for leaf in tree_leaves(mine) if isinstance(leaf, torch.Tensor)]
+        # The fake of a break is code that runs, with the instance; and some views have a history that is looked at.
+        if is_break or node in self._record.views or any(fake.requires_grad for fake in fakes):
             theirs = get_fake_value(made, self._call.tx, allow_non_graph_fake=True)
             if seen_of(mine) != seen_of(theirs):
                 raise Unlike("an operation gives something else")

@@ -5,7 +5,7 @@
 import re
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,7 @@ class Recording:
             inputs=inputs,
             earlier=[n for n in read if n.op == "placeholder" and n not in inputs],
             nodes=nodes,
+            views=_views(result, set(nodes)),
             names=self.names,
             constants=self.constants,
             last=self.last,
@@ -210,6 +211,7 @@ class Record:
 
     ``inputs``, ``nodes``  new ones, in their order
     ``earlier``            those that nodes read, and were there before
+    ``views``              nodes whose results know what they are views of, where others can see that: in the result
     ``names``              those that nodes got from variables of the code, after which node was made, in their order
     ``constants``          functions that ran for real, after which node was made, and what they gave
     ``last``               the node before the call
@@ -226,6 +228,7 @@ class Record:
     lazily: frozenset[int]
     inputs: list[Node]
     nodes: list[Node]
+    views: set[Node]
     earlier: list[Node]
     names: list[tuple[Node | None, Node, str]]
     constants: list[tuple[Node | None, Callable[[], Any], Any]]
@@ -345,6 +348,20 @@ def _check_node(node: Node, root: Any) -> None:
     if not all(isinstance(leaf, _PLAIN_TYPES) for leaf in tree_leaves((node.args, node.kwargs))):
         raise Unlike("an operation takes an object")
     seen_of(node.meta.get("example_value"))  # none, where an item of a tensor is set
+
+
+def _views(result: Any, nodes: Container[Node]) -> set[Node]:
+    parts: list[Part] = []
+    add_parts(result, parts)
+    waiting = [part.node for part in parts if part.node is not None]
+    found: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        leaves = tree_leaves(node.meta.get("example_value"))
+        if node in nodes and node not in found and any(isinstance(t, torch.Tensor) and t._is_view() for t in leaves):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
 
 
 def _last_node(graph: Any) -> Node | None:
