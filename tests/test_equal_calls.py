@@ -402,6 +402,7 @@ class Twins(nn.Module):
         self.layers = nn.ModuleList(Pair() for _ in range(3))
 
     def forward(self, x: Tensor) -> Any:
+        x = torch.neg(x)
         pair = (x, x)
         for layer in self.layers:
             pair = layer(pair)
@@ -436,22 +437,32 @@ def test_results_in_tuples_that_share_memory() -> None:
     check(OfHalves(), torch.randn(3, 4), copied=2)
 
 
-class Held(Part):
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        return self.linear(x) * self.eps
+_begun: list[bool] = []
+
+
+@torch.compiler.assume_constant_result
+def begin_anew() -> int:
+    if not _begun:
+        _begun.append(True)
+        raise torch._dynamo.exc.RestartAnalysis(restart_reason="once")
+    return 2
+
+
+class BegunAnew(Layers):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        result: Tensor = super().forward(x)
+        return result * begin_anew()
 
 
 def test_a_trace_that_dynamo_begins_anew() -> None:
-    """Numbers that modules hold are open once they have differed, and a trace with them may be begun again."""
-    layers = [Held(eps=0.5) for _ in range(3)]
-    model = Layers(*layers)
-    compiled = torch.compile(model, backend="bcg", options=OPTIONS)
-    for eps in (0.5, 0.25, 0.125):
-        for layer in layers:
-            layer.eps = eps
-        x = torch.randn(3, 4)
-        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
-        check(model, x, copied=2)
+    """Its second graph gets nothing of the first one."""
+    model, x = BegunAnew(Part(), Part(), Part()), torch.randn(3, 4)
+    _begun.append(True)
+    each, _ = traced(model, (x,), {}, once=False)
+    _begun.clear()
+    once, calls = traced(model, (x,), {}, once=True)
+    assert once == each
+    assert calls.copied == 4
 
 
 # -- breaks ------------------------------------------------------------------------------------------------------------
