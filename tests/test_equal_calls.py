@@ -335,6 +335,41 @@ def test_a_mode_around_one_layer(context: Callable[[], Any]) -> None:
     check(model, torch.randn(3, 4), copied=1)
 
 
+class Nest(nn.Module):
+    """Layers within a layer, as experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([expert(x) for expert in self.experts]).sum(0)
+
+
+def test_layers_within_layers() -> None:
+    check(Layers(Nest(), Nest(), Nest()), torch.randn(3, 4), copied=2)
+
+
+class Casting(Part):
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(False):
+            return torch.tanh(self.linear(x)).float()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_modes_within_layers_and_layers_without_parts() -> None:
+    check(Layers(Casting(), Casting(), Casting()), torch.randn(3, 4), copied=2)
+    check(Layers(Scale(), Scale(), Scale()), torch.randn(3, 4), copied=2)
+
+
 def test_weights_that_two_layers_share() -> None:
     model = Layers(Part(), Part(), Part())
     model.layers[2].linear.weight = model.layers[0].linear.weight

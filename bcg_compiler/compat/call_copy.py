@@ -134,7 +134,8 @@ class Copy:
     def _note_place(self, node: Node, made: Node) -> None:
         if "nn_module_stack" in node.meta:
             made.meta["nn_module_stack"] = self._stack(node.meta["nn_module_stack"])
-        made.meta["stack_trace"] = self._line + node.meta["stack_trace"][len(self._record.line) :]
+        if "stack_trace" in node.meta:
+            made.meta["stack_trace"] = self._line + node.meta["stack_trace"][len(self._record.line) :]
 
     def _make(self, node: Node) -> None:
         from torch._dynamo.utils import get_fake_value
@@ -152,7 +153,8 @@ class Copy:
         self._made.append(made)
         self._nodes[node] = made
         self._note_place(node, made)
-        made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
+        if "source_fn_stack" in node.meta:
+            made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
         if "example_value" not in node.meta:
             return
         mine = node.meta["example_value"]

@@ -191,15 +191,17 @@ class Recording:
         parts: list[Part] = []
         add_parts(result, parts)
         stored = self.call.tx.output.side_effects.store_attr_mutations
-        if any(p.waiting or p.seen[0] not in _RESULTS or p.variable in stored or is_list(p) for p in parts):
-            raise Unlike("its result is not only tensors")
+        if any(part.waiting for part in parts):
+            raise Unlike("returns what it did not look at")
+        if any(p.seen[0] not in _RESULTS or p.variable in stored or is_list(p) for p in parts):
+            raise Unlike("its result is not only tensors and numbers")
 
     def _check_nodes(self, nodes: Sequence[Node], inputs: Sequence[Node], known: Collection[Node | None]) -> None:
         for node in (*nodes, *inputs):
             _check_node(node, self.call.source)
             if any(n not in known and n.op != "placeholder" for n in node.all_input_nodes):
                 raise Unlike("reads a result that is not among its arguments")
-            if not (node.meta.get("stack_trace") or "").startswith(self.line):
+            if not node.meta.get("stack_trace", self.line).startswith(self.line):  # none, where a mode is entered
                 raise Unlike("a source line is not below that of the call")
         if any(node not in known and node.op != "placeholder" for _, node, _ in self.names):
             raise Unlike("names a result that is not among its arguments")
@@ -259,7 +261,8 @@ class Record:
         if alike.different & seen.names:
             raise Unlike(f"reads what differs: {', '.join(sorted(alike.different & seen.names))}")
         detours = self._detours(call, alike, seen)
-        if around & alike.counterparts.keys() or self._is_elsewhere(call, alike, seen, detours):
+        outside = around - {id(part) for part in self.call.module.modules()}
+        if outside & alike.counterparts.keys() or self._is_elsewhere(call, alike, seen, detours):
             raise Unlike("finds itself elsewhere")
         through = {_MEMBER.sub(r".\2", detour) for detour in detours}
         if any(path != detour and _is_below(path, detour) for path in self.counts for detour in through):

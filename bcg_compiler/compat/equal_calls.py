@@ -195,6 +195,11 @@ class _Trace:
             return None
 
 
+def _is_layer(module: torch.nn.Module) -> bool:
+    """Whether a module is worth it: torch's own ones without parts are an operation each."""
+    return next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")
+
+
 def _siblings(model: Any) -> tuple[dict[int, torch.nn.Module], frozenset[int]]:
     """Modules that have parts and stand beside others of their class, and those around them, by ``id()``."""
     siblings: dict[int, torch.nn.Module] = {}
@@ -203,7 +208,7 @@ def _siblings(model: Any) -> tuple[dict[int, torch.nn.Module], frozenset[int]]:
     for parent in reversed(modules):  # children first
         children = list(parent.children())
         classes = Counter(map(type, children))
-        found = {id(m): m for m in children if classes[type(m)] > 1 and next(m.children(), None) is not None}
+        found = {id(m): m for m in children if classes[type(m)] > 1 and _is_layer(m)}
         siblings |= found
         if found or any(id(child) in around for child in children):
             around.add(id(parent))
