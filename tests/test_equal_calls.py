@@ -268,9 +268,16 @@ def test_which_object_it_is() -> None:
     check(model, torch.randn(3, 4), copied=0)
 
 
-def test_whether_it_is_the_last_one() -> None:
+class AlsoByParent(ByParent):
+    pass
+
+
+@pytest.mark.parametrize("classes", [(ByParent, ByParent), (ByParent, AlsoByParent)])
+def test_whether_it_is_the_last_one(classes: tuple[type[ByParent], type[ByParent]]) -> None:
+    """Also where another class has asked for the last one before."""
     parent: list[Any] = []
-    model = Layers(*(ByParent(parent=parent) for _ in range(3)))
+    first, second = classes
+    model = Layers(first(parent=parent), first(parent=parent), *(second(parent=parent) for _ in range(3)))
     parent.append(model)
     check(model, torch.randn(3, 4), copied=0)
 

@@ -119,8 +119,8 @@ class _Trace:
         self._parts = {id(part) for sibling in self._siblings.values() for part in sibling.modules()}
         self._records: dict[type, list[Record]] = {}
         self._seen = Seen()
-        #: Classes whose code does what must not be copied. Dynamo keeps what was read once, and is not seen to read it.
-        self._unsafe_classes: set[type] = set()
+        #: Whether a layer was seen to read others. Dynamo keeps what was read once, and is not seen to read it again.
+        self._others_read = False
         self.recording: Recording | None = None
         self._output: Any = None
 
@@ -138,7 +138,7 @@ class _Trace:
         self._seen.add(source, value)
         is_module = id(value) in self._parts or id(value) in self._around
         if is_module and self.recording is not None and not self.recording.is_own(value):
-            self.unsafe = "reads other modules"
+            self.unsafe, self._others_read = "reads other modules", True
 
     def ran(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Dynamo has run a function for real. What that reads of objects and tensors is not seen."""
@@ -156,8 +156,7 @@ class _Trace:
         if self._output is not call.tx.output:  # Dynamo began anew, with another graph
             self._output = call.tx.output
             self._records.clear()
-        cls = type(call.module)
-        records = self._records.setdefault(cls, [])
+        records = self._records.setdefault(type(call.module), [])
         why = "" if records else "first of its class"
         for record in records:
             try:
@@ -168,7 +167,7 @@ class _Trace:
                 self.calls.copied += 1
                 return result
         self.calls.traced[why] += 1
-        recording = self._begin(call) if len(records) < _RECORDS and cls not in self._unsafe_classes else None
+        recording = self._begin(call) if len(records) < _RECORDS and not self._others_read else None
         if recording is None:
             return trace_it()
         self.recording, self.unsafe = recording, ""
@@ -180,7 +179,6 @@ class _Trace:
             if self._seen.identities:
                 raise Unlike("asks which object it is")
             if self.unsafe:
-                self._unsafe_classes.add(cls)
                 raise Unlike(self.unsafe)
             records.append(recording.record(result))
         except Unlike as error:
