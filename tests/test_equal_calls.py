@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 import bcg_compiler as bcg
 from bcg_compiler.compat.dynamo import source_name
@@ -42,7 +43,7 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any, once: bool) -> tuple[
     def backend(module: GraphModule, example_inputs: list[Any]) -> Any:
         found.extend(map(described, module.graph.nodes))
         found.append([id(value) if isinstance(value, Tensor) else value for value in example_inputs])
-        values = [leaf for n in module.graph.nodes for leaf in leaves(n.meta.get("example_value"))]
+        values = [leaf for n in module.graph.nodes for leaf in tree_leaves(n.meta.get("example_value"))]
         storages = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
         found.append([storages.index(storage) for storage in storages])
         raise _Seen
@@ -54,14 +55,10 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any, once: bool) -> tuple[
     return found, calls
 
 
-def leaves(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
-
-
 def described(node: Node) -> Any:
     values = [
         (v.dtype, str(v.shape), str(v.stride()), v.is_inference(), v.requires_grad) if isinstance(v, Tensor) else str(v)
-        for v in leaves(node.meta.get("example_value"))
+        for v in tree_leaves(node.meta.get("example_value"))
     ]
     notes = [str(node.meta.get(name)) for name in ("nn_module_stack", "source_fn_stack", "stack_trace")]
     return node.op, node.name, str(node.target), str(node.args), str(node.kwargs), source_name(node), values, notes

@@ -2,6 +2,7 @@
 ``equal_calls``; run with torch 2.11, 2.13 and 2.14).
 """
 
+import functools
 import re
 import traceback
 import types
@@ -84,6 +85,11 @@ class Call:
         self.ambient = GlobalStateGuard()
         self.inference = torch.is_inference_mode_enabled()
 
+    @functools.cached_property
+    def modules(self) -> frozenset[int]:
+        """The module and its parts, by ``id()``."""
+        return frozenset(map(id, self.module.modules()))
+
     def arguments(self) -> list[Part]:
         """What the arguments are now."""
         parts: list[Part] = []
@@ -110,7 +116,6 @@ class Recording:
         tx = call.tx
         call.check_plain()
         self.call = call
-        self._own = {id(part) for part in call.module.modules()}
         self.arguments = call.arguments()
         self.modules = len(tx.nn_module_stack)
         self.counts = dict(tx.num_calls)
@@ -125,7 +130,7 @@ class Recording:
 
     def is_own(self, part: Any) -> bool:
         """Whether a module is a part of the one that is called."""
-        return id(part) in self._own
+        return id(part) in self.call.modules
 
     def note_name(self, variable: Any, name: str) -> None:
         """Dynamo names the node of a tensor after a variable of the code, if it has no such name yet."""
@@ -143,7 +148,7 @@ class Recording:
         self._check_python()
         arguments = self.call.arguments()
         self._check_arguments(arguments)
-        self._check_result(result)
+        results = self._parts_of(result)
         graph = tx.output.graph
         nodes = [*_nodes_behind(graph, self.last)][::-1]
         inputs = [node for node in graph.find_nodes(op="placeholder") if node not in self.inputs]
@@ -157,7 +162,7 @@ class Recording:
             inputs=inputs,
             earlier=[n for n in read if n.op == "placeholder" and n not in inputs],
             nodes=nodes,
-            views=_views(result, set(nodes)),
+            views=_views(results, set(nodes)),
             names=self.names,
             constants=self.constants,
             last=self.last,
@@ -187,7 +192,7 @@ class Recording:
         if any(before.get(id(p.variable), p.seen) != p.seen for p in arguments if p.node is not None):
             raise Unlike("changes the shape of an argument")
 
-    def _check_result(self, result: Any) -> None:
+    def _parts_of(self, result: Any) -> list[Part]:
         parts: list[Part] = []
         add_parts(result, parts)
         stored = self.call.tx.output.side_effects.store_attr_mutations
@@ -195,6 +200,7 @@ class Recording:
             raise Unlike("returns what it did not look at")
         if any(p.seen[0] not in _RESULTS or p.variable in stored or is_list(p) for p in parts):
             raise Unlike("its result is not only tensors and numbers")
+        return parts
 
     def _check_nodes(self, nodes: Sequence[Node], inputs: Sequence[Node], known: Collection[Node | None]) -> None:
         for node in (*nodes, *inputs):
@@ -261,8 +267,7 @@ class Record:
         if alike.different & seen.names:
             raise Unlike(f"reads what differs: {', '.join(sorted(alike.different & seen.names))}")
         detours = self._detours(call, alike, seen)
-        outside = around - {id(part) for part in self.call.module.modules()}
-        if outside & alike.counterparts.keys() or self._is_elsewhere(call, alike, seen, detours):
+        if (around - self.call.modules) & alike.counterparts.keys() or self._is_elsewhere(call, alike, seen, detours):
             raise Unlike("finds itself elsewhere")
         through = {_MEMBER.sub(r".\2", detour) for detour in detours}
         if any(path != detour and _is_below(path, detour) for path in self.counts for detour in through):
@@ -353,10 +358,8 @@ def _check_node(node: Node, root: Any) -> None:
     seen_of(node.meta.get("example_value"))  # none, where an item of a tensor is set
 
 
-def _views(result: Any, nodes: Container[Node]) -> set[Node]:
-    parts: list[Part] = []
-    add_parts(result, parts)
-    waiting = [part.node for part in parts if part.node is not None]
+def _views(results: Sequence[Part], nodes: Container[Node]) -> set[Node]:
+    waiting = [part.node for part in results if part.node is not None]
     found: set[Node] = set()
     while waiting:
         node = waiting.pop()

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -267,6 +267,13 @@ def drop_guards() -> None:
         guards.inner = type(guards.inner)(guard for guard in guards if guard.create_fn_name() == "SHAPE_ENV")
 
 
+def changed_objects(effects: Any) -> Iterator[tuple[int, Any]]:
+    """What was there before a trace and has been changed in it: ``id()`` of each object, and its variable in the trace."""
+    for address, variable in effects.id_to_variable.items():
+        if type(variable.mutation_type).__name__.endswith("MutationExisting") and effects.is_modified(variable):
+            yield address, variable
+
+
 def lasting_effects() -> list[str]:
     """What Dynamo will do, behind the graph that a backend is called for, to objects that were there before the call:
     attributes set, lists and dictionaries changed. By where the object comes from.
@@ -276,9 +283,8 @@ def lasting_effects() -> list[str]:
         return []
     ignored = getattr(effects, "ignore_mutation_on_these_variables", ())
     found = []
-    for address, variable in effects.id_to_variable.items():
-        kind = type(variable.mutation_type).__name__
-        if kind.endswith("MutationExisting") and variable not in ignored and effects.is_modified(variable):
+    for address, variable in changed_objects(effects):
+        if variable not in ignored:
             stored = effects.store_attr_mutations.get(variable, {})
             names = [f".{name}" for name, value in stored.items() if not _stays(object_at(address), name, value)]
             if stored and not names:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from bcg_compiler.compat.dynamo import changed_objects
 from bcg_compiler.compat.trace_values import Unlike, constant_key
 
 #: Variables of objects whose attributes are all that a trace can change of them.
@@ -17,9 +18,8 @@ def changes_of(effects: Any) -> list[Any]:
     """What a trace has changed of objects that were there before it, and what it has put there, in one order."""
     found: list[Any] = [len(effects.tensor_hooks), len(effects.save_for_backward)]
     seen: set[int] = set()
-    for variable in effects.id_to_variable.values():
-        if type(variable.mutation_type).__name__.endswith("Existing") and effects.is_modified(variable):
-            _add_change(effects, variable, found, seen)
+    for _, variable in changed_objects(effects):
+        _add_change(effects, variable, found, seen)
     return found
 
 
