@@ -268,7 +268,7 @@ def drop_guards() -> None:
 
 
 def changed_objects(effects: Any) -> Iterator[tuple[int, Any]]:
-    """What was there before a trace and has been changed in it: ``id()`` of each object, and its variable in the trace."""
+    """What was there before a trace and has been changed in it: the ``id()`` of each, and its variable in the trace."""
     for address, variable in effects.id_to_variable.items():
         if type(variable.mutation_type).__name__.endswith("MutationExisting") and effects.is_modified(variable):
             yield address, variable
