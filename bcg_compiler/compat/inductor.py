@@ -27,26 +27,32 @@ _starting: threading.Thread | None = None
 
 
 def start_workers() -> None:
-    """Start, in a thread, the processes in which Triton kernels are compiled, and what takes seconds of files that are
-    read and of a C compiler that is run: tracing goes on in the meantime.
+    """Start the processes in which Triton kernels are compiled, and, in a thread, what a C compiler is run for: tracing
+    goes on in the meantime.
+
+    What is kept under keys that are hashes of all files of torch and of Triton is asked for here and not in the thread:
+    each of some thousand reads would wait there for the interpreter's lock, 5 s in all in place of 0.4, and the
+    processes are told the key of torch when they are started.
     """
     global _starting
     if _starting is not None:
         return
     try:
         # Modules are imported here, as two threads that import the same ones wait for each other.
-        import torch._inductor.runtime.triton_compat  # noqa: F401
         from torch._inductor.async_compile import maybe_warm_pool
+        from torch._inductor.runtime.triton_compat import triton_key
         from torch.utils._triton import triton_hash_with_backend
     except ImportError:  # private functions, and without them all that is done at the first kernel
         return
 
-    def start() -> None:
-        maybe_warm_pool()
-        with suppress(Exception):  # without a GPU, or without Triton; who needs them says so
+    def ready() -> None:
+        with suppress(Exception):  # without a GPU; who needs one says so
             triton_hash_with_backend()  # kept by torch; what launches kernels is compiled for it
 
-    _starting = threading.Thread(target=start, daemon=True)
+    maybe_warm_pool()
+    with suppress(Exception):  # without Triton
+        triton_key()
+    _starting = threading.Thread(target=ready, daemon=True)
     _starting.start()
 
 
@@ -56,7 +62,7 @@ def compile_graph(
     """Compile a graph that returns a tuple, for inputs that look like ``fakes``; open sizes stay open.
 
     What is returned takes the inputs one by one and gives a sequence. Its kernels are tuned at its first call, which
-    therefore must not be captured; ``tuned``: they are tuned now, so that it may be.
+    therefore must not be captured; ``tuned``: they are tuned now, so that it may be. Its operations are torch's own.
     """
     import torch._inductor.compile_fx  # takes a second, in which the thread goes on
     from torch._inductor import standalone_compile
@@ -83,8 +89,27 @@ def compile_graph(
     granted = "; ".join(condition for mode in modes for condition in size_conditions(mode))
     config: Any = torch.compiler.config  # its methods are not known to type checkers
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
-    with ambient, caches, _numbers_stay_open(), torch.no_grad():
+    with ambient, caches, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
+
+
+def _first_call_unwatched() -> AbstractContextManager[None]:
+    """Let the first call of what is compiled not be watched for faults of custom operations, of which there are none.
+
+    AOTAutograd looks at each operation of a first call, for results of a custom one that share memory with its
+    arguments. The first call also tunes kernels, and so launches operations by the thousand: 2.7 s in place of 0.9.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    def make(init: Callable[..., None]) -> Callable[..., None]:
+        def unwatched(self: Any) -> None:
+            init(self)
+            self._is_first = False
+
+        return unwatched
+
+    first = getattr(runtime_wrappers, "_FirstInvocationContext", None)  # a private class, whose loss costs time alone
+    return nullcontext() if first is None else patched_here(first, "__init__", make)
 
 
 def _numbers_stay_open() -> AbstractContextManager[None]:

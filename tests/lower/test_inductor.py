@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,33 @@ def test_code_for_other_sizes_is_not_found_in_the_caches() -> None:
         for rows in (6, 7, 12, 4, 3, 5):
             x = torch.randn(rows, 4)
             assert torch.equal(compiled(x), first_five(x))
+
+
+def test_the_first_call_is_not_watched_for_custom_operations(monkeypatch: Any) -> None:
+    """It tunes kernels by launching thousands of operations, and each would be looked at in Python."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    def watch() -> None:
+        raise AssertionError("AOTAutograd looks for faults of custom operations")
+
+    monkeypatch.setattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", watch)
+    model, x = Layer(), torch.randn(3, 8)
+    compiled = torch.compile(model, backend="bcg", options=OPTIONS)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), model(x))
+    assert bcg.stats(compiled).eager_units == {}
+    with pytest.raises(AssertionError, match="faults of custom operations"):
+        torch.compile(model, backend="aot_eager")(x)  # elsewhere it does
+
+
+def test_processes_are_started_from_the_thread_that_asks(monkeypatch: Any) -> None:
+    """They are told a key for which a thousand files are read; a second thread would take seconds to read them."""
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(inductor, "_starting", None)
+    monkeypatch.setattr(
+        "torch._inductor.async_compile.maybe_warm_pool", lambda: threads.append(threading.current_thread())
+    )
+    inductor.start_workers()
+    assert threads == [threading.current_thread()]
+    inductor.start_workers()
+    assert len(threads) == 1
