@@ -9,33 +9,24 @@ import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from bcg_compiler.arguments import Given, OpenSizes, checks, first_of_each, leaf_names, refuse_structure
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.backends import autocast_now
 from bcg_compiler.compat.equal_calls import EqualCalls, equal_calls
 from bcg_compiler.errors import AotError
 from bcg_compiler.garbage import seldom_collected
-from bcg_compiler.plan import Plan, Value
+from bcg_compiler.plan import Plan
 from bcg_compiler.plan.padding import label, symbol_sources
-from bcg_compiler.plan.sizes import evaluate, symbols_in
 from bcg_compiler.runtime import Program, register_for
 
 _entries = itertools.count()
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class _Given(NamedTuple):
-    """Where an argument of the graph comes from: a leaf of the caller's arguments, a size of one, or what is held."""
-
-    leaf: int | None = None
-    dim: int | None = None
-    held: Any = None
 
 
 class AotProgram:
@@ -55,11 +46,11 @@ class AotProgram:
         leaves, self._structure = pytree.tree_flatten(given)
         self._names = tuple(given[1])
         self._given = _sources(program.plan, trace.flat, leaves)
-        self._checks = _checks(program.plan, self._given, leaves)
-        self._same = _first_of_each([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._checks = checks(program.plan, self._given, leaves, leaf_names(given))
+        self._same = first_of_each([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self._inside = trace.held_by_arguments(leaves)
         self._of_model = trace.held_by_model(leaves)
-        self._sizes = _OpenSizes(program, self._given)
+        self._sizes = OpenSizes(program, self._given, leaves)
         self._grad = any(isinstance(value, Tensor) and value.requires_grad for value in trace.flat)
         self._autocast = autocast_now()
         self._picks, self._result = _picks(result, trace.sentinels, trace.flat, leaves)
@@ -70,7 +61,7 @@ class AotProgram:
         if structure != self._structure:
             if kwargs.keys() == set(self._names) and tuple(kwargs) != self._names:
                 return self(*args, **{name: kwargs[name] for name in self._names})
-            raise AotError(f"The arguments are {structure}, and the program was compiled for {self._structure}.")
+            raise refuse_structure(structure, self._structure)
         self._check(leaves, args, kwargs)
         flat = [
             held if leaf is None else leaves[leaf] if dim is None else leaves[leaf].shape[dim]
@@ -84,7 +75,7 @@ class AotProgram:
         for check, leaf in zip(self._checks, leaves, strict=True):
             check(leaf)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if _first_of_each(tensors) != self._same:
+        if first_of_each(tensors) != self._same:
             raise AotError(
                 "Which arguments are one and the same tensor is not as it was when the program was compiled. Pass "
                 "tensors that are as different from each other as those were."
@@ -105,62 +96,6 @@ class AotProgram:
             raise AotError(
                 f"The program was compiled with autocast {self._autocast}, and is called with {autocast_now()}."
             )
-
-
-def _first_of_each(tensors: Sequence[Tensor]) -> list[int] | None:
-    """For each tensor the first one that is the same object; ``None`` if all differ."""
-    ids = [id(tensor) for tensor in tensors]
-    return None if len(set(ids)) == len(ids) else [ids.index(own) for own in ids]
-
-
-class _OpenSizes:
-    """What must hold of the sizes and strides that were open when a program was compiled."""
-
-    def __init__(self, program: Program, given: Sequence[_Given]) -> None:
-        values = program.plan.by_ordinal
-        self._specs = [
-            (source.leaf, (*values[ordinal].specs[0].shape, *values[ordinal].specs[0].strides), label(values[ordinal]))
-            for ordinal, source in zip(program.plan.inputs, given, strict=True)
-            if source.leaf is not None and source.dim is None and values[ordinal].specs
-        ]
-        self._specs = [spec for spec in self._specs if any(_fixed(part) is None for part in spec[1])]
-        self._leaves = [leaf for leaf, *_ in self._specs]
-        known = {part for _, parts, _ in self._specs for part in parts if part.isidentifier()}
-        self._conditions = [c for c in program.size_conditions() if symbols_in(c)]
-        unknown = {s for condition in self._conditions for s in symbols_in(condition)} - known
-        if unknown:
-            raise AotError(f"The graph depends on {', '.join(sorted(unknown))}, which is no size of an argument.")
-        self._fulfilled: set[Any] = set()
-
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Raise ``AotError`` for sizes that the program was not compiled for."""
-        seen = tuple([(leaves[leaf].shape, leaves[leaf].stride()) for leaf in self._leaves])
-        if seen in self._fulfilled:
-            return
-        symbols: dict[str, int] = {}
-        for shape_first in (True, False):  # a stride is often a size of its tensor, and seldom one of its own
-            for (_, parts, _), (shape, strides) in zip(self._specs, seen, strict=True):
-                rank = len(shape)
-                named, sizes = (parts[:rank], shape) if shape_first else (parts[rank:], strides)
-                for part, size in zip(named, sizes, strict=True):
-                    if part.isidentifier() and symbols.setdefault(part, size) != size and shape_first:
-                        raise AotError(
-                            f"Two sizes that were equal when the program was compiled are {symbols[part]} and {size}."
-                        )
-        for (_, parts, name), (shape, strides) in zip(self._specs, seen, strict=True):
-            wanted = [evaluate(part, symbols) for part in parts]
-            lengths, steps = wanted[: len(shape)], wanted[len(shape) :]
-            # A stride over one element means nothing.
-            same = [w == s for w, s, size in zip(steps, strides, shape, strict=True) if size > 1 and 0 not in shape]
-            if lengths != list(shape) or not all(same):
-                raise AotError(
-                    f"{name} is {list(shape)} of strides {strides}, and the program was compiled for "
-                    f"[{', '.join(parts[: len(shape)])}] of strides ({', '.join(parts[len(shape) :])}) with {symbols}."
-                )
-        for condition in self._conditions:
-            if not evaluate(condition, symbols):
-                raise AotError(f"The program was compiled for sizes with {condition}, which {symbols} does not fulfil.")
-        self._fulfilled.add(seen)
 
 
 class _Trace:
@@ -280,7 +215,7 @@ def _sentinel(at: int, node: Any) -> Any:
     return Tensor() if isinstance(example, Tensor) or example is None else 10**15 + at
 
 
-def _sources(plan: Plan, flat: Sequence[Any], leaves: Sequence[Any]) -> list[_Given]:
+def _sources(plan: Plan, flat: Sequence[Any], leaves: Sequence[Any]) -> list[Given]:
     """Where each argument of the graph comes from at a call."""
     by_identity = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     values = plan.by_ordinal
@@ -295,82 +230,16 @@ def _sources(plan: Plan, flat: Sequence[Any], leaves: Sequence[Any]) -> list[_Gi
         described = values[plan.inputs[position]]
         if isinstance(value, Tensor):
             leaf = tensors[position]
-            found.append(_Given(held=value) if leaf is None else _Given(leaf=leaf))
+            found.append(Given(held=value) if leaf is None else Given(leaf=leaf))
         elif described.size in sizes:
             leaf, dim = sizes[described.size]
-            found.append(_Given(leaf=leaf, dim=dim))
+            found.append(Given(leaf=leaf, dim=dim))
         else:
             raise AotError(
                 f"{label(described)} is a number that may differ from call to call, and no size of a tensor. Make it "
                 f"a tensor, or the same at each call (torch.compile specialises numbers with dynamic=False)."
             )
     return found
-
-
-def _checks(plan: Plan, given: Sequence[_Given], leaves: Sequence[Any]) -> list[Callable[[Any], None]]:
-    """A check for each leaf of the caller's arguments."""
-    values = plan.by_ordinal
-    described = {
-        source.leaf: values[ordinal]
-        for ordinal, source in zip(plan.inputs, given, strict=True)
-        if source.leaf is not None and source.dim is None
-    }
-    return [_check_of(leaf, described.get(at)) for at, leaf in enumerate(leaves)]
-
-
-def _check_of(example: Any, value: Value | None) -> Callable[[Any], None]:
-    if not isinstance(example, Tensor):
-
-        def check_constant(leaf: Any) -> None:
-            if leaf is not example and not _equal(leaf, example):
-                raise AotError(f"An argument is {leaf!r:.80}, and the program was compiled for {example!r:.80}.")
-
-        return check_constant
-    spec = value.specs[0] if value is not None and value.specs else None
-    shape = [_fixed(s) for s in spec.shape] if spec is not None else list(example.shape)
-    strides = [_fixed(s) for s in spec.strides] if spec is not None else list(example.stride())
-    name = label(value) if value is not None else "an argument that the graph does not read"
-    dtype, device, rank, kind = example.dtype, example.device, example.dim(), type(example)
-    lazy = example.is_conj(), example.is_neg()
-    fixed = [(dim, size) for dim, size in enumerate(shape) if size is not None]
-    # A stride over one element means nothing.
-    fixed_strides = [(dim, stride) for dim, stride in enumerate(strides) if stride is not None and shape[dim] != 1]
-
-    def check(leaf: Any) -> None:
-        if (
-            (type(leaf) is kind or (type(leaf) in _PLAIN and kind in _PLAIN))
-            and leaf.dtype is dtype
-            and leaf.device == device
-            and leaf.dim() == rank
-            and all([leaf.shape[dim] == size for dim, size in fixed])
-            and all([leaf.stride(dim) == stride for dim, stride in fixed_strides])
-            and (leaf.is_conj(), leaf.is_neg()) == lazy
-        ):
-            return
-        seen = (
-            f"{leaf.dtype}{list(leaf.shape)} of strides {leaf.stride()} on {leaf.device}"
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-            else f"{leaf!r:.80}"
-        )
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise AotError(
-            f"{name} is {seen}, and the program was compiled for {dtype}[{wanted}] of strides "
-            f"{tuple('any' if s is None else s for s in strides)} on {device}."
-        )
-
-    return check
-
-
-def _equal(value: Any, example: Any) -> bool:
-    if type(value) is not type(example):
-        return False
-    if isinstance(value, (float, complex)):
-        return repr(value) == repr(example)  # -0.0 is not 0.0, and a NaN is one
-    return bool(value == example)
-
-
-def _fixed(size: str) -> int | None:
-    return int(size) if size.lstrip("-").isdigit() else None
 
 
 def _picks(

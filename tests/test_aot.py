@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.guards import GuardBuilder
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
 import bcg_compiler as bcg
 import bcg_compiler.aot
@@ -196,8 +196,41 @@ def test_another_constant_is_refused(compiled: Any, other: Any) -> None:
     """Zero was taken for minus zero."""
     program = aot(lambda x, k: x * (k if isinstance(k, (int, float)) else 2), torch.ones(3), compiled)
     program(torch.ones(3), compiled)
-    with pytest.raises(AotError, match="compiled for"):
+    with pytest.raises(AotError, match=r"args\.1 is .* compiled for"):
         program(torch.ones(3), other)
+
+
+class Parts:
+    """A class that torch takes apart, without names for its parts."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = tuple(parts)
+
+
+register_pytree_node(Parts, lambda own: (list(own.parts), None), lambda parts, _: Parts(parts))
+
+
+def test_arguments_of_another_structure_are_shown_as_calls() -> None:
+    """Two specs of torch's stood there, over several lines, and the constant that differed had no name."""
+    x = torch.ones(3)
+    program = aot(lambda x, ys, scale: (x + sum(ys)) * scale, x, [x, x], scale=2.0)
+    with pytest.raises(AotError) as error:
+        program(x, [x], scale=2.0)
+    assert str(error.value).startswith(
+        "The program is called with (·, [·], scale=·), and was compiled for (·, [·, ·], scale=·)."
+    )
+    with pytest.raises(AotError, match=r"^scale is 3\.0, and the program was compiled for 2\.0"):
+        program(x, [x, x], scale=3.0)
+
+
+def test_classes_that_torch_takes_apart_may_lack_names() -> None:
+    x = torch.ones(3)
+    program = aot(lambda own, scale: own.parts[0] * scale, Parts([x]), 2)
+    assert torch.equal(program(Parts([x]), 2), x * 2)
+    with pytest.raises(AotError, match=r"^An argument is 3, and"):
+        program(Parts([x]), 3)
+    with pytest.raises(AotError, match="compiled for"):
+        program(Parts([x, x]), 2)
 
 
 def test_not_a_number_is_itself() -> None:
@@ -249,6 +282,14 @@ def test_a_tensor_replaced_inside_of_an_object_is_refused() -> None:
         program(holder)
 
 
+def test_sizes_that_were_equal_are_named() -> None:
+    program = aot(lambda a, b: a + b, rows(4), rows(4))
+    with pytest.raises(
+        AotError, match=r"dimension 0 of in\d \(args\.0\) is 5, and dimension 0 of in\d \(args\.1\) is 6"
+    ):
+        program(torch.ones(5), torch.ones(6))
+
+
 def test_sizes_that_follow_from_each_other_are_checked() -> None:
     """A size that is no symbol of its own was not looked at."""
     program = aot(lambda a, b: torch.cat([a, a]) + b, rows(4), rows(8))
@@ -270,7 +311,7 @@ def test_strides_that_follow_from_sizes_are_checked() -> None:
 
 def test_what_the_model_asked_of_open_sizes_is_checked() -> None:
     program = aot(lambda x: x * 2 if x.shape[0] > 4 else x * 3, rows(8))
-    with pytest.raises(AotError, match="fulfil"):
+    with pytest.raises(AotError, match=r"fulfil .*, where s\d+, dimension 0 of in\d \(args\.0\), is 3\."):
         program(torch.ones(3))
 
 
