@@ -101,7 +101,7 @@ def test_numbers_that_change_are_never_frozen() -> None:
     x = torch.randn(3)
     for given in ((1, 0.5, True, "a"), (2, 0.5, False, "bb"), (3, 1.5, False, "c"), (-4, float("inf"), True, "")):
         assert torch.equal(compiled(x, *given), fn(x, *given))
-    assert set(bcg.stats(compiled).reasons) <= {"host_number", "host_sync", "small_segment"}
+    assert set(bcg.stats(compiled).reasons) <= {"host_number", "small_segment"}  # nothing waits for the device
 
 
 @torch.no_grad()

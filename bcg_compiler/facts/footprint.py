@@ -110,13 +110,15 @@ def reasons_against_capture(
         if not any(reason.code == code for reason in found):
             found.append(Reason(code, text))
 
-    if node.op == "call_method" and node.target in known_ops.HOST_METHODS:
-        add("host_sync", f".{node.target}() brings a value to the host")
-    for call in calls:
-        name = op_name(call.op)
-        why = _synchronises(call, name)
-        if why and name not in declared:
-            add("host_sync", f"{name} {why}")
+    # Dynamo hands a Python number over in a tensor on the CPU, and reads it from there: nothing waits for that.
+    if not (isinstance(result, torch.SymFloat) and symbols.numbers(result)):
+        if node.op == "call_method" and node.target in known_ops.HOST_METHODS:
+            add("host_sync", f".{node.target}() brings a value to the host")
+        for call in calls:
+            name = op_name(call.op)
+            why = _synchronises(call, name)
+            if why and name not in declared:
+                add("host_sync", f"{name} {why}")
     if symbols.data(_only_tensors(given)):
         add("dynamic_output", "the size of an argument depends on data")
     elif symbols.data(_only_tensors(result)) - symbols.data(given):
