@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from bcg_compiler.arguments import Given, OpenSizes, checks, first_of_each, leaf_names, refuse_structure
+from bcg_compiler.arguments import Given, OpenSizes, checks, first_of_each, is_plain_call, leaf_names, refuse_structure
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.backends import autocast_now
 from bcg_compiler.compat.equal_calls import EqualCalls, equal_calls
@@ -45,28 +45,33 @@ class AotProgram:
         self.equal_calls = equal_calls
         leaves, self._structure = pytree.tree_flatten(given)
         self._names = tuple(given[1])
-        self._given = _sources(program.plan, trace.flat, leaves)
-        self._checks = checks(program.plan, self._given, leaves, leaf_names(given))
+        self._plain = is_plain_call(given, leaves)
+        sources = _sources(program.plan, trace.flat, leaves)
+        self._held = [source.held for source in sources]  # parameters, of which there may be a thousand
+        self._taken = [(at, s.leaf, s.dim) for at, s in enumerate(sources) if s.leaf is not None]
+        self._checks = checks(program.plan, sources, leaves, leaf_names(given))
         self._same = first_of_each([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self._inside = trace.held_by_arguments(leaves)
         self._of_model = trace.held_by_model(leaves)
-        self._sizes = OpenSizes(program, self._given, leaves)
+        self._sizes = OpenSizes(program, sources, leaves)
         self._grad = any(isinstance(value, Tensor) and value.requires_grad for value in trace.flat)
         self._autocast = autocast_now()
         self._picks, self._result = _picks(result, trace.sentinels, trace.flat, leaves)
         register_for(program, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if self._plain and len(args) + len(kwargs) == len(self._checks) and tuple(kwargs) == self._names:
+            leaves, structure = [*args, *kwargs.values()], self._structure  # a container is no value that is expected
+        else:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
         if structure != self._structure:
             if kwargs.keys() == set(self._names) and tuple(kwargs) != self._names:
                 return self(*args, **{name: kwargs[name] for name in self._names})
             raise refuse_structure(structure, self._structure)
         self._check(leaves, args, kwargs)
-        flat = [
-            held if leaf is None else leaves[leaf] if dim is None else leaves[leaf].shape[dim]
-            for leaf, dim, held in self._given
-        ]
+        flat = self._held.copy()
+        for at, leaf, dim in self._taken:
+            flat[at] = leaves[leaf] if dim is None else leaves[leaf].shape[dim]
         results = self.program(*flat)
         made = [results[at] if kind == "result" else leaves[at] if kind == "leaf" else at for kind, at in self._picks]
         return pytree.tree_unflatten(made, self._result)

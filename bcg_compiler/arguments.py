@@ -1,5 +1,6 @@
 """What a call of a program without guards may be given, and what is said of a call that is refused."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,12 @@ def leaf_names(given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[str]:
         return ["An argument"] * len(pytree.tree_leaves(given))
     roots = {"[0]": "L['args']", "[1]": "L['kwargs']"}
     return [argument_name(roots[path[:3]] + path[3:]) for path in paths]
+
+
+def is_plain_call(given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any]) -> bool:
+    """Whether no argument is a container, so that ``leaves`` are the arguments themselves."""
+    arguments = [*given[0], *given[1].values()]
+    return len(arguments) == len(leaves) and all(map(operator.is_, arguments, leaves))
 
 
 class _Leaf:

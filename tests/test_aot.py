@@ -190,7 +190,7 @@ def test_an_argument_of_another_form_is_refused_by_name(wrong: Any, text: str) -
 
 @pytest.mark.parametrize(
     "compiled, other",
-    [(3, 4), (3, 3.0), (1, True), (0.0, -0.0), ("sum", "mean"), (None, 0), (torch.float32, torch.int)],
+    [(3, 4), (3, [3]), (3, 3.0), (1, True), (0.0, -0.0), ("sum", "mean"), (None, 0), (torch.float32, torch.int)],
 )
 def test_another_constant_is_refused(compiled: Any, other: Any) -> None:
     """Zero was taken for minus zero."""
