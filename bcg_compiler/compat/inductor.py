@@ -46,12 +46,12 @@ def start_workers() -> None:
         return
 
     def ready() -> None:
-        with suppress(Exception):  # without a GPU; who needs one says so
+        with suppress(Exception):
             triton_hash_with_backend()  # kept by torch; what launches kernels is compiled for it
 
-    maybe_warm_pool()
-    with suppress(Exception):  # without Triton
-        triton_key()
+    for begin in (maybe_warm_pool, triton_key):
+        with suppress(Exception):  # without Triton, a GPU, or room for processes; whoever needs them says so
+            begin()
     _starting = threading.Thread(target=ready, daemon=True)
     _starting.start()
 
