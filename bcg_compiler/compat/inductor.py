@@ -9,6 +9,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
+from bcg_compiler.compat.cached_code import assumptions_kept
 from bcg_compiler.compat.fake import FakeTensor, size_conditions
 from bcg_compiler.compat.patches import patched_here
 
@@ -89,7 +90,8 @@ def compile_graph(
     granted = "; ".join(condition for mode in modes for condition in size_conditions(mode))
     config: Any = torch.compiler.config  # its methods are not known to type checkers
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
-    with ambient, caches, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
+    assumed = assumptions_kept(mode.shape_env for mode in modes)
+    with ambient, caches, assumed, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
         return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
 
 

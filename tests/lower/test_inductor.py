@@ -232,6 +232,42 @@ def test_code_for_other_sizes_is_not_found_in_the_caches() -> None:
             assert torch.equal(compiled(x), first_five(x))
 
 
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.relu(x) * 2
+    return made, made[: x.shape[0] // 2] + 1
+
+
+def pairs(x: Tensor) -> Tensor:
+    return (torch.relu(x) * 2).view(x.shape[0] // 2, 2, 4).sum(1)
+
+
+def in_order(x: Tensor) -> Tensor:
+    return x.sort(0).values * 2  # from torch 2.13 on of fewer rows than 32767, for positions of 16 bits
+
+
+@pytest.mark.parametrize("fn", [halves, pairs, in_order])
+def test_code_for_open_sizes_is_found_in_the_caches_with_what_it_assumes(fn: Callable[[Tensor], Any]) -> None:
+    """A second process ran units that take n // 2 as they are (a KeyError), and forgot what the first had assumed."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    seen = []
+    with fresh_cache(), torch.no_grad():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = torch.compile(fn, backend="bcg", dynamic=True, options=OPTIONS)
+            for rows in (8, 10, 10, 40_000):
+                x = torch.randn(rows, 4)
+                torch.testing.assert_close(compiled(x), fn(x))
+            stats = bcg.stats(compiled)
+            found = counters["inductor"]
+            seen.append((stats.graphs, stats.eager_units))
+    assert seen[0] == seen[1] == (seen[0][0], {})
+    assert seen[0][0] == 1 or fn is in_order
+    assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]) == (0, seen[0][0])
+
+
 def test_the_first_call_is_not_watched_for_custom_operations(monkeypatch: Any) -> None:
     """It tunes kernels by launching thousands of operations, and each would be looked at in Python."""
     from torch._functorch._aot_autograd import runtime_wrappers
