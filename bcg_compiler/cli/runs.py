@@ -72,7 +72,7 @@ def run(
     ep: Annotated[int, typer.Option("--ep", min=1, help="Ranks of a stage that share its experts out.")] = 1,
 ) -> None:
     """Run MODEL compiled and eager over many prompts, and compare every result: bit by bit, or where prompts are padded
-    within the tolerance of the dtype.
+    or segments compiled within the tolerance of the dtype.
 
     With --dp, --pp, --cp or --ep a serving model runs over ranks that torchrun starts, in batches of several requests.
 

@@ -1,6 +1,7 @@
 """Runs a compiled model against eager over many prompts: every result is compared.
 
-Bit by bit, and where inputs are padded within the tolerance of the dtype: kernels add up in another order in a bucket.
+Bit by bit, and where inputs are padded, or segments compiled, within the tolerance of the dtype: kernels add up in
+another order in a bucket, and compilers fuse.
 """
 
 import copy
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bcg_compiler.backend import segment_compiler
 from bcg_compiler.buckets import Ladder
 from bcg_compiler.compat.dynamo_log import Uncompiled, dynamo_log
 from bcg_compiler.debug.compare import Comparison, Difference, compare
@@ -80,6 +82,7 @@ class RunReport:
     ``largest``   the largest absolute difference of all, those within the tolerance too
     ``ladder``    that the model was compiled with, if any
     ``live``      tokens of the calls that replayed in a bucket, and ``padded`` ones that the buckets added
+    ``tolerant``  whether results need only be close: where inputs are padded, or segments are compiled
     """
 
     calls: int
@@ -96,6 +99,7 @@ class RunReport:
     ladder: Ladder | None = None
     live: int = 0
     padded: int = 0
+    tolerant: bool = False
 
     @property
     def equal(self) -> bool:
@@ -122,8 +126,8 @@ def compare_with_eager(
     which depend on ``seed``, and the same state of the random generators. Then, if ``timed``, some of the lengths are
     called again and timed; these calls are compared as well. ``progress`` is told how many calls are done.
 
-    With a ladder among the options the number of tokens is left open, and results need only be close to eager's if a
-    graph is padded; see ``compare.TOLERANCES``.
+    With a ladder among the options the number of tokens is left open. Results need only be close to eager's if a graph
+    is padded, or segments are compiled; see ``compare.TOLERANCES``.
 
     Raises ``OptionError`` and ``RuleError``; ``ModelFailed`` where eager fails; and unchanged what only the compiled
     model raises.
@@ -145,6 +149,8 @@ class _Run:
         except Exception as error:
             raise model_failed(error, "The model cannot be copied for the comparison with eager") from error
         given = {"segment_compiler": "eager", **(options or {})}  # compared bit for bit, on every device
+        on_cuda = any(value.is_cuda for value in built.model.parameters())
+        self.fused = segment_compiler(Options.parse(given), on_cuda=on_cuda) != "eager"
         self.compiled: Any = torch.compile(built.model, backend="bcg", options=given)
         self.calls = self.tensors = self.live = self.padded = 0
         self.differing: list[Mismatch] = []
@@ -166,7 +172,7 @@ class _Run:
             Ran(p.plan, dict(p.eager_runs), p.captures, p.replays, p.captured_on, p.forecast_bytes, p.measured_bytes)
             for p in programs
         )
-        tolerant = any(r.plan is not None and r.plan.padding is not None for r in ran)
+        tolerant = self.fused or any(r.plan is not None and r.plan.padding is not None for r in ran)
         state = compare(_state(self.built.model), _state(self.reference), "state")
         mismatches = tuple(m for m in self.differing if not (tolerant and m.difference.close))
         wrong = {m.call for m in mismatches}
@@ -188,6 +194,7 @@ class _Run:
             ladder=self.ladder,
             live=self.live,
             padded=self.padded,
+            tolerant=tolerant,
         )
 
     def call(self, length: int, eager_first: bool = True) -> tuple[float, float]:

@@ -350,9 +350,10 @@ def _verdict(report: RunReport) -> Iterator[RenderableType]:
         f"Largest absolute difference: {gap(report.largest)}.",
         style="bold red",
     )
-    if any(ran.plan and ran.plan.padding for ran in report.ran):
+    if report.tolerant:
         yield Text(
-            "Kernels add up in another order in a bucket: so much is tolerated as the dtype rounds, and no more."
+            "Kernels add up in another order in a bucket, or where a compiler has fused them: so much is tolerated as "
+            "the dtype rounds, and no more."
         )
     else:
         yield Text("Segments run the same kernels as eager, so every bit must be equal; no difference is tolerated.")

@@ -1,4 +1,6 @@
-"""Runs with a ladder: texts that mean one, what the number of tokens is, and what the report counts."""
+"""Runs with a ladder: texts that mean one, what the number of tokens is, what the report counts, and tolerates."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,3 +75,19 @@ def test_padded_tokens_are_counted_once_for_each_call_that_replays() -> None:
     (ran,) = report.ran
     assert (ran.captures, ran.replays) == (2, 3)
     assert ran.forecast > 0 and ran.measured > 0
+
+
+@pytest.mark.parametrize(("off", "equal"), [(0.0, True), (1e-7, True), (1e-2, False)])
+def test_where_segments_are_compiled_so_much_is_tolerated_as_the_dtype_rounds(off: float, equal: bool) -> None:
+    """Each call was said to differ, although segments ran the same kernels as eager, which they did not."""
+    bcg.reset()
+
+    def compiler(module: torch.fx.GraphModule, _: object) -> Callable[..., tuple[torch.Tensor, ...]]:
+        return lambda *args: tuple(result + off for result in module(*args))
+
+    built = ZooModel(Causal(), make_inputs, "causal")
+    options = {"segment_compiler": compiler, "capture": "emulated"}
+    report = compare_with_eager(built, [5, 6], options=options, timed=False)
+    assert report.tolerant and report.equal is equal
+    exact = compare_with_eager(built, [5, 6], options={"capture": "emulated"}, timed=False)
+    assert exact.equal and not exact.tolerant
