@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from bcg_compiler.compat.cached_code import assumptions_kept
 from bcg_compiler.compat.fake import FakeTensor, size_conditions
 from bcg_compiler.compat.patches import patched_here
+from bcg_compiler.compat.unbound_sizes import giving_them, unbound_sizes, with_inputs_for
 
 
 def tracing_context() -> TracingContext | None:
@@ -91,8 +92,12 @@ def compile_graph(
     config: Any = torch.compiler.config  # its methods are not known to type checkers
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
     assumed = assumptions_kept(mode.shape_env for mode in modes)
+    sizes = unbound_sizes(fakes)
+    whole = with_inputs_for(module, sizes, fakes) if sizes else module
+    given = [*(size.of(fakes) for size in sizes), *fakes]
     with ambient, caches, assumed, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
-        return standalone_compile(module, list(fakes), dynamic_shapes=shapes, options={"config_patches": patches})
+        made: Any = standalone_compile(whole, given, dynamic_shapes=shapes, options={"config_patches": patches})
+    return giving_them(made, sizes) if sizes else made
 
 
 def _first_call_unwatched() -> AbstractContextManager[None]:

@@ -268,6 +268,32 @@ def test_code_for_open_sizes_is_found_in_the_caches_with_what_it_assumes(fn: Cal
     assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]) == (0, seen[0][0])
 
 
+@pytest.mark.parametrize(
+    "widen",
+    [
+        lambda x: x.repeat_interleave(2, 0),
+        lambda x: torch.cat([x, x, x[:1]]),
+        lambda x: x.t().repeat(1, 3),
+        torch.flatten,
+    ],
+    ids=["2n", "2n+1", "3n columns", "4n"],
+)
+@torch.no_grad()
+def test_a_unit_may_take_multiples_of_a_size_and_not_the_size(widen: Callable[[Tensor], Tensor]) -> None:
+    """Behind a break nothing of n rows is left, where Inductor's code looks for n: such a unit ran as it is."""
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.softmax(cosine(widen(x) * 1.5), 0) * 2
+
+    compiled = torch.compile(fn, backend="bcg", options=OPTIONS)
+    for rows in (5, 5, 9, 9, 5):
+        x = torch.randn(rows, 4)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), fn(x))
+    stats = bcg.stats(compiled)
+    assert (stats.graphs, stats.breaks, stats.eager_units) == (1, 1, {})
+
+
 def test_the_first_call_is_not_watched_for_custom_operations(monkeypatch: Any) -> None:
     """It tunes kernels by launching thousands of operations, and each would be looked at in Python."""
     from torch._functorch._aot_autograd import runtime_wrappers
