@@ -50,7 +50,7 @@ class _Leaf:
 def refuse_structure(now: pytree.TreeSpec, compiled: pytree.TreeSpec) -> AotError:
     """The error for arguments of another structure, with both written as calls: ``(·, [·, ·], scale=·)``."""
     texts = [_as_call(now), _as_call(compiled)]
-    if texts[0] == texts[1]:  # they differ in what a class of its own does not show
+    if texts[0] == texts[1] or " object at 0x" in "".join(texts):  # a class of its own does not show what is in it
         texts = [str(now), str(compiled)]
     return AotError(
         f"The program is called with {texts[0]}, and was compiled for {texts[1]}. Call it in that form, or compile "

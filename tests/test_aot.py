@@ -229,8 +229,18 @@ def test_classes_that_torch_takes_apart_may_lack_names() -> None:
     assert torch.equal(program(Parts([x]), 2), x * 2)
     with pytest.raises(AotError, match=r"^An argument is 3, and"):
         program(Parts([x]), 3)
-    with pytest.raises(AotError, match="compiled for"):
+    with pytest.raises(AotError, match="compiled for") as error:
         program(Parts([x, x]), 2)
+    assert " object at 0x" not in str(error.value)  # which shows what differs to nobody
+
+
+def test_a_call_holds_none_of_its_arguments() -> None:
+    program, x = aot(lambda x: x * 2, torch.ones(3)), torch.ones(3)
+    program(x)
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
 
 
 def test_not_a_number_is_itself() -> None:

@@ -272,11 +272,11 @@ def test_code_for_open_sizes_is_found_in_the_caches_with_what_it_assumes(fn: Cal
     "widen",
     [
         lambda x: x.repeat_interleave(2, 0),
-        lambda x: torch.cat([x, x, x[:1]]),
+        lambda x: torch.cat([x, x, x[:3]]),
         lambda x: x.t().repeat(1, 3),
         torch.flatten,
     ],
-    ids=["2n", "2n+1", "3n columns", "4n"],
+    ids=["2n", "2n+3", "3n columns", "4n"],
 )
 @torch.no_grad()
 def test_a_unit_may_take_multiples_of_a_size_and_not_the_size(widen: Callable[[Tensor], Tensor]) -> None:
