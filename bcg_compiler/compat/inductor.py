@@ -93,10 +93,12 @@ def compile_graph(
     caches = config.patch(cache_key_tag=f"{config.cache_key_tag} {granted}")
     assumed = assumptions_kept(mode.shape_env for mode in modes)
     sizes = unbound_sizes(fakes)
-    whole = with_inputs_for(module, sizes, fakes) if sizes else module
-    given = [*(size.of(fakes) for size in sizes), *fakes]
+    numbers = [size.of(fakes) for size in sizes]
+    whole = with_inputs_for(module, numbers) if sizes else module
     with ambient, caches, assumed, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
-        made: Any = standalone_compile(whole, given, dynamic_shapes=shapes, options={"config_patches": patches})
+        made: Any = standalone_compile(
+            whole, [*numbers, *fakes], dynamic_shapes=shapes, options={"config_patches": patches}
+        )
     return giving_them(made, sizes) if sizes else made
 
 

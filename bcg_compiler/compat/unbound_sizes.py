@@ -44,12 +44,11 @@ def unbound_sizes(fakes: Sequence[Any]) -> list[Solved]:
     return list(found.values())
 
 
-def with_inputs_for(module: GraphModule, sizes: Sequence[Solved], fakes: Sequence[Any]) -> GraphModule:
-    """The same graph with a number more to take for each of ``sizes``, before its own inputs."""
+def with_inputs_for(module: GraphModule, numbers: Sequence[Any]) -> GraphModule:
+    """The same graph, which takes one more input like each of ``numbers`` before its own."""
     made = GraphModule(module, torch.fx.Graph())
-    nodes = [made.graph.placeholder(f"size{i}") for i in range(len(sizes))]
-    for node, size in zip(nodes, sizes, strict=True):
-        node.meta["example_value"] = size.of(fakes)
+    for i, number in enumerate(numbers):
+        made.graph.placeholder(f"size{i}").meta["example_value"] = number
     made.graph.output(made.graph.graph_copy(module.graph, {}))
     made.recompile()
     return made

@@ -17,6 +17,7 @@ import torch
 from bcg_compiler.backend import segment_compiler
 from bcg_compiler.buckets import Ladder
 from bcg_compiler.compat.dynamo_log import Uncompiled, dynamo_log
+from bcg_compiler.compat.inductor import on_cuda
 from bcg_compiler.debug.compare import Comparison, Difference, compare
 from bcg_compiler.debug.errors import call_eager, model_failed, user_error
 from bcg_compiler.debug.tokens import mark_open, token_dims, tokens
@@ -149,8 +150,7 @@ class _Run:
         except Exception as error:
             raise model_failed(error, "The model cannot be copied for the comparison with eager") from error
         given = {"segment_compiler": "eager", **(options or {})}  # compared bit for bit, on every device
-        on_cuda = any(value.is_cuda for value in built.model.parameters())
-        self.fused = segment_compiler(Options.parse(given), on_cuda=on_cuda) != "eager"
+        self.fused = segment_compiler(Options.parse(given), on_cuda=on_cuda(built.model.parameters())) != "eager"
         self.compiled: Any = torch.compile(built.model, backend="bcg", options=given)
         self.calls = self.tensors = self.live = self.padded = 0
         self.differing: list[Mismatch] = []

@@ -9,6 +9,7 @@ import torch
 
 from bcg_compiler.backend import segment_compiler
 from bcg_compiler.checks import Checks, Fault
+from bcg_compiler.compat.inductor import on_cuda
 from bcg_compiler.debug.bisect.reference import Boundary, Numbers
 from bcg_compiler.debug.compare import Difference, compare
 from bcg_compiler.debug.errors import call_eager, model_failed, user_error
@@ -54,7 +55,7 @@ class Calls:
         parsed = Options.parse(options)
         self._open = token_dims(built.make_inputs) if parsed.ladder is not None else {}
         self._seed = seed
-        self._on_cuda = any(value.is_cuda for value in built.model.parameters())
+        self._on_cuda = on_cuda(built.model.parameters())
 
     def run(
         self,
