@@ -15,9 +15,9 @@ from bcg_compiler.compat.fake import fresh_fake
 from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context, written_code
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
-from bcg_compiler.lower.beside import pays, products_of_one_input, side_by_side
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
 from bcg_compiler.lower.exact import exact_fakes
+from bcg_compiler.lower.products import in_one_launch, products_of_one_input
 from bcg_compiler.lower.texts import GENERATED, Texts
 from bcg_compiler.plan import CompileUnit, Plan
 
@@ -49,7 +49,6 @@ class UnitCompiler:
             self._compile = self._compile_exact = compiler
         self._compiled: dict[str, CompiledUnit | None] = {}
         self._toolless = False  # whether it was seen that there is nothing to compile with
-        self._beside = False  # whether products of one input are to be side by side
         self._late = False  # whether Dynamo's own call of the backend is over
         self.refused: Counter[str] = Counter()
         self.specialized = 0
@@ -58,7 +57,6 @@ class UnitCompiler:
         """What is called for each unit, by its key; units that run as they are are left out."""
         nodes = {f.ordinal: n for n, f in graph.known.items()}
         touched = Touched.of(graph.facts.values())
-        self._beside = self._inductor and pays(plan)
         wanted: dict[str, CompileUnit] = {}
         refused: dict[str, str] = {}
         for unit in (unit for step in plan.segments for unit in step.units):
@@ -115,8 +113,8 @@ class UnitCompiler:
         self, module: GraphModule, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]
     ) -> GraphModule:
         """What the compiler is given: a function of the user's gets the operations as they are."""
-        together = products_of_one_input(graph, unit, nodes) if self._beside else []
-        return side_by_side(module, together) if together else module
+        together = products_of_one_input(graph, unit, nodes) if self._inductor else []
+        return in_one_launch(module, together) if together else module
 
     @contextmanager
     def _code_seen(self, key: str) -> Iterator[None]:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bcg_compiler as bcg
-from bcg_compiler.lower import beside
 
 pytestmark = pytest.mark.gpu
 
@@ -125,50 +124,3 @@ def test_what_does_not_wait_for_each_other_is_few_launches(dynamic: bool, dtype:
         torch.cuda.synchronize()
     launches = [event.name for event in seen.events() if event.name.startswith("triton_")]
     assert 1 <= len(launches) <= 2, launches
-
-
-class Projections(nn.Module):
-    """Three products of one input, as in attention, of which two are narrow."""
-
-    def __init__(self, width: int = 512) -> None:
-        super().__init__()
-        self.q, self.out = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-        self.k, self.v = nn.Linear(width, width // 4), nn.Linear(width, width // 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.k(x) * self.v(x)).repeat(1, 4)
-        return x + self.out(F.silu(self.q(x)) * gate) / 4
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("ladder", [None, [64, 128, 8192]], ids=["exact", "ladder"])
-def test_narrow_products_of_one_input_are_on_streams_of_their_own(ladder: list[int] | None, monkeypatch: Any) -> None:
-    """Where there is room for them: for many rows one product fills the device."""
-    monkeypatch.setattr(beside, "FEW_GRAPHS", 0)
-    forked: list[int] = []
-    fork = beside.fork_stream
-    monkeypatch.setattr(beside, "fork_stream", lambda number, device: (forked.append(number), fork(number, device)))
-    model = nn.Sequential(*(Projections() for _ in range(4))).cuda().bfloat16().requires_grad_(False)
-    options: dict[str, Any] = {"segment_compiler": "inductor"} | ({"ladder": ladder} if ladder else {})
-    compiled = torch.compile(model, backend="bcg", options=options)
-
-    def given(rows: int) -> Tensor:
-        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
-        if ladder:
-            torch._dynamo.mark_dynamic(x, 0)
-        return x
-
-    def calls(rows: int) -> int:
-        forked.clear()
-        for _ in range(20):  # a product that somebody does not wait for is wrong now and then
-            x = given(rows)
-            with bcg.forward_context(live_rows=rows):
-                got = compiled(x)
-            torch.testing.assert_close(got, model(x), rtol=3e-2, atol=3e-2)
-        return len(forked)
-
-    assert calls(64) > 0
-    assert calls(8000 if ladder else 8192) == 0
-    assert calls(100) > 0
-    stats = bcg.stats(compiled)
-    assert stats.eager_units == {} and stats.replays >= 50

@@ -1,6 +1,6 @@
-"""Products of one input that are side by side: which ones, and that results are those of one after the other.
+"""Products of one input that are one launch: which ones, and that results are those of one after the other.
 
-Streams are seen on a GPU only (tests/gpu/test_units.py); here the device is said to have room for all.
+The kernel runs on a GPU (tests/gpu/test_products.py). Here the CPU is said to be one, and float32 what it multiplies.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bcg_compiler as bcg
-from bcg_compiler.lower import beside, units
-from bcg_compiler.lower.beside import linears
+from bcg_compiler.lower import products, units
+from bcg_compiler.lower.products import Tile, launches, linears
 
 OPTIONS: dict[str, Any] = {"capture": "emulated", "min_segment_kernels": 1, "segment_compiler": "inductor"}
 
@@ -24,9 +24,9 @@ def _clean(clean: None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "fit", lambda *_: True)
-    monkeypatch.setattr(beside, "FEW_GRAPHS", 0)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_limits", lambda device: products._Limits(132, 232_448))
+    monkeypatch.setattr(products, "DTYPES", (torch.float32,))
 
 
 @pytest.fixture
@@ -150,39 +150,104 @@ def test_the_operation_is_what_it_stands_for(shape: tuple[int, ...], biased: tup
     torch.library.opcheck(linears, (x, weights, biases), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("layers, ladder, together", [(1, None, False), (1, [4, 8, 12, 16], True), (4, None, True)])
-def test_a_program_of_few_graphs_has_no_forks(
-    seen: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    layers: int,
-    ladder: list[int] | None,
-    together: bool,
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "rows, columns, found",
+    [
+        (256, [1024, 256, 256], [((1, 2, 0), (64, 64))]),  # 4 x 24 tiles; the next smaller ones would be 192
+        (64, [1024, 256, 256], [((1, 2, 0), (64, 32))]),
+        (1, [1024, 256, 256], [((1, 2, 0), (16, 32))]),
+        (1024, [1024, 256, 256], [((1, 2, 0), (128, 128))]),
+        (2048, [1024, 256, 256], [((1, 2), (64, 128))]),  # the widest one fills the device alone
+        (4096, [1024, 256, 256], [((1, 2), (128, 128))]),
+        (8192, [1024, 256, 256], []),
+        (256, [64] * 9, [((0, 1, 2, 3), (16, 32)), ((4, 5, 6, 7), (16, 32))]),  # four a launch, the last one alone
+        (256, [64] * 6, [((0, 1, 2, 3), (16, 32)), ((4, 5), (16, 32))]),
+        (256, [64], []),
+        (256, [], []),
+    ],
+)
+def test_products_are_launched_together_if_their_tiles_are_computed_at_once(
+    rows: int, columns: list[int], found: list[tuple[tuple[int, ...], tuple[int, int]]]
 ) -> None:
-    """A fork ends, for all graphs of a process, that they have the least time between kernels (docs/bench.md)."""
-    monkeypatch.setattr(beside, "FEW_GRAPHS", 3)
+    """By the smallest tile with which there are no more of them than the device has multiprocessors."""
+    assert [(launch.products, launch.tile[:2]) for launch in launches(rows, columns, CPU)] == found
 
-    @bcg.eager_break(fake=torch.empty_like)
-    def between(x: Tensor) -> Tensor:
-        return x.clone()
 
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+def test_a_tile_needs_no_more_shared_memory_than_a_program_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_limits", lambda device: products._Limits(132, 100_000))
+    (launch,) = launches(256, [1024, 256, 256], CPU)
+    assert launch.tile == Tile(64, 128, 64, 4)  # 98,304 bytes; 64 columns, 128 deep, are 131,072
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.sigmoid(self.a(x)) * self.b(x)
 
-    blocks = nn.ModuleList(Gate() for _ in range(layers))
+def test_nothing_is_launched_together_where_the_kernel_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert launches(1, [8, 8], CPU) == []
 
-    def model(x: Tensor) -> Tensor:
-        for block in blocks[:-1]:
-            x = between(block(x))
-        return blocks[-1](x)
 
-    options = OPTIONS | ({} if ladder is None else {"ladder": ladder})
-    x = torch.randn(4, 8)
-    if ladder:
-        torch._dynamo.mark_dynamic(x, 0)
-    torch.testing.assert_close(torch.compile(model, backend="bcg", options=options)(x), model(x))
-    assert any("linears.default" in names for names in seen) == together
+def test_a_product_that_fills_the_device_alone_is_left_to_the_compiler(seen: list[list[str]]) -> None:
+    wide, *narrow = nn.Linear(8, 4096), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return wide(x).sum(-1, keepdim=True) + narrow[0](x) * narrow[1](x)
+
+    check(fn, torch.ones(600, 8))
+    assert seen[0].count("linears.default") == 1 and seen[0].count("linear") == 1
+
+
+def test_how_wide_a_weight_is_may_be_open(seen: list[list[str]]) -> None:
+    """Which products are small is not to be asked of such a size: there would be one program for each."""
+
+    def fn(x: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, one), F.linear(x, other)
+
+    compiled = torch.compile(fn, backend="bcg", options=OPTIONS)
+    with torch.no_grad():
+        for wide in (5, 6, 7):
+            given = torch.randn(3, 8), torch.randn(wide, 8), torch.randn(wide, 8)
+            torch._dynamo.mark_dynamic(given[1], 0)
+            torch._dynamo.mark_dynamic(given[2], 0)
+            for got, wanted in zip(compiled(*given), fn(*given), strict=True):
+                torch.testing.assert_close(got, wanted)
+    assert len(seen) == 1 and "linears.default" not in seen[0]
+
+
+def test_what_is_launched_is_what_fits_the_rows_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows may be open when a unit is compiled: which products are small is seen at each capture."""
+    launched: list[tuple[int, ...]] = []
+
+    def launch(one: products.Launch, x: Tensor, weights: list[Tensor], biases: list[Any], outs: list[Tensor]) -> None:
+        launched.append(one.products)
+        for at in one.products:
+            outs[at].copy_(F.linear(x, weights[at], biases[at]))
+
+    monkeypatch.setattr(products, "_launch", launch)
+    weights = [torch.randn(columns, 16) for columns in (1024, 32, 32)]
+    biases = [None, torch.randn(32), None]
+    for rows in (16, 4096, 20_000):
+        x = torch.randn(rows, 16)
+        for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
+            torch.testing.assert_close(got, F.linear(x, weight, bias))
+    assert launched == [(1, 2, 0), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "x, weight",
+    [
+        (torch.randn(4, 24), torch.randn(8, 24)),  # rows of 24 elements
+        (torch.randn(4, 24)[:, :16], torch.randn(8, 16)),
+        (torch.randn(4, 16), torch.randn(8, 24)[:, :16]),
+        (torch.randn(16, 32).t()[:, :16], torch.randn(8, 16)),
+        (torch.randn(4, 16), torch.randn(16, 16).t()),
+        (torch.randn(4, 16).double(), torch.randn(8, 16).double()),
+        (torch.randn(0, 16), torch.randn(8, 16)),
+    ],
+)
+def test_rows_that_are_not_read_fast_are_left_to_cublas(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor, weight: Tensor
+) -> None:
+    monkeypatch.setattr(products, "_launch", None)
+    for result in linears(x, [weight, weight], [None, None]):
+        torch.testing.assert_close(result, F.linear(x, weight))
