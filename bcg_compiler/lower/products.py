@@ -172,20 +172,31 @@ def _launch(
 
 def products_of_one_input(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> list[list[int]]:
     """Products of a unit that may be launched together, as positions among its nodes: of one input, with nothing
-    written between them. If sizes are open, which ones are is seen when they are captured.
+    that one of them reads written between. If sizes are open, which ones are is seen when they are captured.
     """
     given = {nodes[ordinal] for ordinal in unit.inputs}
-    found: list[list[int]] = []
-    current: dict[Any, list[int]] = {}
+    found: list[_Group] = []
+    current: dict[int, _Group] = {}
     for at, ordinal in enumerate(unit.nodes):
         node = nodes[ordinal]
-        if graph.facts[node].writes:
-            current = {}
+        facts = graph.facts[node]
         if _is_product_of_weights(graph, node, given):
-            if node.args[0] not in current:
-                found.append(current.setdefault(node.args[0], []))
-            current[node.args[0]].append(at)
-    return [group for together in found for group in _small_ones(graph, unit, nodes, together)]
+            # By its fake: an operation that gives its argument, as ``x.to(x.dtype)``, gives that one, too.
+            x = id(graph.fakes[node.all_input_nodes[0]])
+            if x not in current or facts.reads & current[x].written:
+                current[x] = _Group([], set())
+                found.append(current[x])
+            current[x].positions.append(at)
+        for group in current.values():
+            group.written.update(facts.writes, facts.reshapes)
+    return [small for group in found for small in _small_ones(graph, unit, nodes, group.positions)]
+
+
+class _Group(NamedTuple):
+    """Products of one input, as positions, and the roots that have been written since the first of them."""
+
+    positions: list[int]
+    written: set[int]
 
 
 def _is_product_of_weights(graph: AnnotatedGraph, node: Node, given: set[Node]) -> bool:

@@ -94,4 +94,4 @@ def test_small_products_are_one_launch_in_each_bucket_where_they_are_small(ladde
             seen = kernels(compiled, x)
         assert len(seen) == (8 if together else 16) and ("products" in seen) == together, seen
     stats = bcg.stats(compiled)
-    assert stats.eager_units == {} and stats.captures == 4
+    assert stats.eager_units == {}

@@ -89,6 +89,44 @@ def test_what_is_written_between_two_products_keeps_them_apart(seen: list[list[s
     assert not any("linears.default" in names for names in seen)
 
 
+def test_what_is_written_elsewhere_does_not(seen: list[list[str]]) -> None:
+    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        one = first(x)
+        one.add_(1)
+        return one, second(x)
+
+    check(fn, torch.ones(5, 8))
+    assert seen[0].count("linears.default") == 1
+
+
+def test_an_argument_that_is_given_back_is_the_same_input(seen: list[list[str]]) -> None:
+    """Models cast to the dtype that something has already."""
+    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        return first(x), second(x.to(second.weight.dtype))
+
+    check(fn, torch.ones(5, 8))
+    assert seen[0].count("linears.default") == 1
+
+
+def test_a_write_through_its_other_name_keeps_products_apart(seen: list[list[str]]) -> None:
+    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        one = first(x)
+        x[1:].mul_(3)
+        return one, second(x.float())
+
+    check(fn, torch.ones(5, 8))
+    assert not any("linears.default" in names for names in seen)
+
+
 def test_a_weight_that_is_computed_is_not_there_yet(seen: list[list[str]]) -> None:
     weight = nn.Parameter(torch.randn(4, 8))
 
@@ -191,7 +229,7 @@ def test_a_product_that_fills_the_device_alone_is_left_to_the_compiler(seen: lis
     wide, *narrow = nn.Linear(8, 4096), nn.Linear(8, 4), nn.Linear(8, 4)
 
     def fn(x: Tensor) -> Tensor:
-        return wide(x).sum(-1, keepdim=True) + narrow[0](x) * narrow[1](x)
+        return wide(x).amax(-1, keepdim=True) + narrow[0](x) * narrow[1](x)
 
     check(fn, torch.ones(600, 8))
     assert seen[0].count("linears.default") == 1 and seen[0].count("linear") == 1
