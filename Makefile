@@ -53,6 +53,7 @@ bench: $(STAMP) ## run all benchmarks (needs a GPU): JSON files and pictures in 
 	$(BIN)/python bench/overhead.py --json build/bench/overhead.json
 	$(BIN)/python bench/ladder.py --json build/bench/ladder.json
 	$(BIN)/python bench/exec_update.py --json build/bench/exec_update.json
+	$(BIN)/python bench/products.py --json build/bench/products.json
 	$(BIN)/python bench/graph_count.py --json build/bench/graph_count.json
 	$(BIN)/python bench/models.py --layers 12 24 61 --json build/bench/models.json
 	$(BIN)/python bench/plot.py build/bench
