@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bcg_compiler.lower.products import launches, linears
+from bcg_compiler.lower.linears import launches, linears
 
 #: Depth and columns: projections of Llama-like attention and MLPs, and of a DeepSeek-V3.2-like layer.
 GROUPS = [
@@ -72,7 +72,7 @@ def measure(depth: int, columns: Sequence[int], rows: int) -> dict[str, Any]:
         for weight in joined:
             x @ weight.t()
 
-    left = len(columns) + sum(1 - len(launch.products) for launch in launches(rows, columns, x.device))
+    left = len(columns) + sum(1 - len(launch.products) for launch in launches(rows, columns, x.dtype, x.device))
     ways: dict[str, Callable[[], None]] = {"behind": behind, "together": together, "joined": as_one}
     found: dict[str, Any] = {f"{name}_us": median_us(way, count) for name, way in ways.items()}
     return {"depth": depth, "columns": list(columns), "rows": rows, "launches": left, **found}

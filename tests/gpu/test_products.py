@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bcg_compiler as bcg
-from bcg_compiler.lower.products import launches, linears
+from bcg_compiler.lower.linears import launches, linears
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def check(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Results are within a rounding of the products in float64, as those of cuBLAS are."""
-    assert launches(rows, columns, CUDA)
+    assert launches(rows, columns, dtype, CUDA)
     x = torch.randn(rows, depth, device=CUDA, dtype=dtype)
     weights = [torch.randn(wide, depth, device=CUDA, dtype=dtype) / depth**0.5 for wide in columns]
     biases = [torch.randn(len(w), device=CUDA, dtype=dtype) if at in biased else None for at, w in enumerate(weights)]
@@ -73,7 +73,7 @@ def kernels(fn: Any, *args: Any) -> list[str]:
         fn(*args)
         torch.cuda.synchronize()
     names = [event.name for event in seen.events()]
-    return [name for name in names if name == "products" or "gemm" in name or "nvjet" in name]
+    return [name for name in names if name == "linears" or "gemm" in name or "nvjet" in name]
 
 
 @torch.inference_mode()
@@ -92,6 +92,6 @@ def test_small_products_are_one_launch_in_each_bucket_where_they_are_small(ladde
                 torch.testing.assert_close(compiled(x), model(x), rtol=3e-2, atol=3e-2)
         with bcg.forward_context(live_rows=rows):
             seen = kernels(compiled, x)
-        assert len(seen) == (8 if together else 16) and ("products" in seen) == together, seen
+        assert len(seen) == (8 if together else 16) and ("linears" in seen) == together, seen
     stats = bcg.stats(compiled)
     assert stats.eager_units == {}

@@ -1,6 +1,6 @@
-"""Products of one input that are one launch: which ones, and that results are those of one after the other.
+"""Products of one input in a unit: which ones are one operation for the compiler, and that results are theirs.
 
-The kernel runs on a GPU (tests/gpu/test_products.py). Here the CPU is said to be one, and float32 what it multiplies.
+Here the CPU is said to be a GPU on which small ones are one launch (test_linears.py), and float32 what it multiplies.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bcg_compiler as bcg
-from bcg_compiler.lower import products, units
-from bcg_compiler.lower.products import Tile, launches, linears
+from bcg_compiler.lower import linears, units
 
 OPTIONS: dict[str, Any] = {"capture": "emulated", "min_segment_kernels": 1, "segment_compiler": "inductor"}
 
@@ -25,8 +24,8 @@ def _clean(clean: None) -> None:
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_limits", lambda device: products._Limits(132, 232_448))
-    monkeypatch.setattr(products, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(linears, "_limits", lambda device: linears._Limits(132, 232_448))
+    monkeypatch.setattr(linears, "DTYPES", (torch.float32,))
 
 
 @pytest.fixture
@@ -176,55 +175,6 @@ def test_a_function_of_the_users_gets_the_operations_as_they_are() -> None:
     assert given and not any("linears" in target for target in given[0])
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (0, 8), (2, 0, 8), (5, 0)])
-@pytest.mark.parametrize("biased", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("narrow", [4, 0])
-def test_the_operation_is_what_it_stands_for(shape: tuple[int, ...], biased: tuple[bool, ...], narrow: int) -> None:
-    x = torch.randn(*shape)
-    weights = [torch.randn(columns, shape[-1]) for columns in (narrow, 6)]
-    biases = [torch.randn(len(w)) if has else None for w, has in zip(weights, biased, strict=True)]
-    for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
-        torch.testing.assert_close(got, F.linear(x, weight, bias))
-    torch.library.opcheck(linears, (x, weights, biases), test_utils=("test_schema", "test_faketensor"))
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "rows, columns, found",
-    [
-        (256, [1024, 256, 256], [((1, 2, 0), (64, 64))]),  # 4 x 24 tiles; the next smaller ones would be 192
-        (64, [1024, 256, 256], [((1, 2, 0), (64, 32))]),
-        (1, [1024, 256, 256], [((1, 2, 0), (16, 32))]),
-        (1024, [1024, 256, 256], [((1, 2, 0), (128, 128))]),
-        (2048, [1024, 256, 256], [((1, 2), (64, 128))]),  # the widest one fills the device alone
-        (4096, [1024, 256, 256], [((1, 2), (128, 128))]),
-        (8192, [1024, 256, 256], []),
-        (256, [64] * 9, [((0, 1, 2, 3), (16, 32)), ((4, 5, 6, 7), (16, 32))]),  # four a launch, the last one alone
-        (256, [64] * 6, [((0, 1, 2, 3), (16, 32)), ((4, 5), (16, 32))]),
-        (256, [64], []),
-        (256, [], []),
-    ],
-)
-def test_products_are_launched_together_if_their_tiles_are_computed_at_once(
-    rows: int, columns: list[int], found: list[tuple[tuple[int, ...], tuple[int, int]]]
-) -> None:
-    """By the smallest tile with which there are no more of them than the device has multiprocessors."""
-    assert [(launch.products, launch.tile[:2]) for launch in launches(rows, columns, CPU)] == found
-
-
-def test_a_tile_needs_no_more_shared_memory_than_a_program_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_limits", lambda device: products._Limits(132, 100_000))
-    (launch,) = launches(256, [1024, 256, 256], CPU)
-    assert launch.tile == Tile(64, 128, 64, 4)  # 98,304 bytes; 64 columns, 128 deep, are 131,072
-
-
-def test_nothing_is_launched_together_where_the_kernel_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert launches(1, [8, 8], CPU) == []
-
-
 def test_a_product_that_fills_the_device_alone_is_left_to_the_compiler(seen: list[list[str]]) -> None:
     wide, *narrow = nn.Linear(8, 4096), nn.Linear(8, 4), nn.Linear(8, 4)
 
@@ -250,42 +200,3 @@ def test_how_wide_a_weight_is_may_be_open(seen: list[list[str]]) -> None:
             for got, wanted in zip(compiled(*given), fn(*given), strict=True):
                 torch.testing.assert_close(got, wanted)
     assert len(seen) == 1 and "linears.default" not in seen[0]
-
-
-def test_what_is_launched_is_what_fits_the_rows_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows may be open when a unit is compiled: which products are small is seen at each capture."""
-    launched: list[tuple[int, ...]] = []
-
-    def launch(one: products.Launch, x: Tensor, weights: list[Tensor], biases: list[Any], outs: list[Tensor]) -> None:
-        launched.append(one.products)
-        for at in one.products:
-            outs[at].copy_(F.linear(x, weights[at], biases[at]))
-
-    monkeypatch.setattr(products, "_launch", launch)
-    weights = [torch.randn(columns, 16) for columns in (1024, 32, 32)]
-    biases = [None, torch.randn(32), None]
-    for rows in (16, 4096, 20_000):
-        x = torch.randn(rows, 16)
-        for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
-            torch.testing.assert_close(got, F.linear(x, weight, bias))
-    assert launched == [(1, 2, 0), (1, 2)]
-
-
-@pytest.mark.parametrize(
-    "x, weight",
-    [
-        (torch.randn(4, 24), torch.randn(8, 24)),  # rows of 24 elements
-        (torch.randn(4, 24)[:, :16], torch.randn(8, 16)),
-        (torch.randn(4, 16), torch.randn(8, 24)[:, :16]),
-        (torch.randn(16, 32).t()[:, :16], torch.randn(8, 16)),
-        (torch.randn(4, 16), torch.randn(16, 16).t()),
-        (torch.randn(4, 16).double(), torch.randn(8, 16).double()),
-        (torch.randn(0, 16), torch.randn(8, 16)),
-    ],
-)
-def test_rows_that_are_not_read_fast_are_left_to_cublas(
-    monkeypatch: pytest.MonkeyPatch, x: Tensor, weight: Tensor
-) -> None:
-    monkeypatch.setattr(products, "_launch", None)
-    for result in linears(x, [weight, weight], [None, None]):
-        torch.testing.assert_close(result, F.linear(x, weight))

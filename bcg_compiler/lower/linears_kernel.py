@@ -1,11 +1,11 @@
-"""The Triton kernel of ``products``. Imported only where Triton is installed."""
+"""The Triton kernel of ``linears``. Imported only where Triton is installed."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def products(  # type: ignore[no-untyped-def]
+def linears(  # type: ignore[no-untyped-def]
     x,
     weight0,
     weight1,
@@ -64,8 +64,8 @@ def products(  # type: ignore[no-untyped-def]
     row = (program % down) * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, DEPTH)
-    # Programs at the edges read rows and columns again, and do not store what they make of them: loads without a mask are
-    # a quarter faster. Not all of them the first one, which the programs would wait for.
+    # Programs at the edges read rows and columns again, and do not store what they make of them: loads without a mask
+    # are a quarter faster. Not the first one again and again, which all programs would wait for.
     left = x + (row % rows).to(tl.int64)[:, None] * stride + at[None, :]
     right = weight + (column % columns).to(tl.int64)[None, :] * weight_stride + at[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
