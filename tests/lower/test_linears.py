@@ -78,6 +78,9 @@ def test_what_is_launched_is_what_fits_the_rows_of_the_call(monkeypatch: pytest.
             outs[at].copy_(F.linear(x, weights[at], biases[at]))
 
     monkeypatch.setattr(module, "_launch", launch)
+    by_cublas: list[int] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, weight, out: (by_cublas.append(weight.shape[1]), mm(x, weight, out=out)))
     weights = [torch.randn(columns, 16) for columns in (1024, 32, 32)]
     biases = [None, torch.randn(32), None]
     for rows in (16, 4096, 20_000):
@@ -85,6 +88,7 @@ def test_what_is_launched_is_what_fits_the_rows_of_the_call(monkeypatch: pytest.
         for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
             torch.testing.assert_close(got, F.linear(x, weight, bias))
     assert launched == [(1, 2, 0), (1, 2)]
+    assert by_cublas == [1024, 1024, 32]  # and one with a bias
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,19 @@ def test_what_is_written_between_two_products_keeps_them_apart(seen: list[list[s
     assert not any("linears.default" in names for names in seen)
 
 
+def test_an_input_that_is_turned_in_between_keeps_them_apart(seen: list[list[str]]) -> None:
+    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x * 2
+        one = first(x)
+        x.t_()
+        return one, second(x)
+
+    check(fn, torch.ones(8, 8))
+    assert seen and not any("linears.default" in names for names in seen)
+
+
 def test_what_is_written_elsewhere_does_not(seen: list[list[str]]) -> None:
     first, second = nn.Linear(8, 4), nn.Linear(8, 4)
 
