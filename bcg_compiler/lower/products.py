@@ -37,7 +37,7 @@ def products_of_one_input(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mappi
                 found.append(current[x])
             current[x].positions.append(at)
         for group in current.values():
-            group.written.update(facts.writes, facts.reshapes)
+            group.written.update(facts.writes)
     return [small for group in found for small in _small_ones(graph, unit, nodes, group.positions)]
 
 
