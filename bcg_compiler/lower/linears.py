@@ -137,8 +137,10 @@ def _launch(
     columns = [len(weights[at]) for at in launch.products]
     given = []
     for at in launch.products:
-        weight, bias = weights[at], biases[at]
-        added = weight.new_zeros(len(weight)) if biased and bias is None else bias
+        weight, added = weights[at], biases[at]
+        if biased:
+            added = weight.new_zeros(1) if added is None else added
+            added = added.expand(len(weight)).contiguous()  # it may be of one element, or every other one of another
         given.append((weight, weight if added is None else added, outs[at], len(weight), weight.stride(0)))
     given += given[-1:] * (MOST - len(given))
     with torch.cuda.device(rows.device):

@@ -49,8 +49,8 @@ class _Group(NamedTuple):
 
 
 def _is_product_of_weights(graph: AnnotatedGraph, node: Node, given: set[Node]) -> bool:
-    if node.target is not F.linear or node.kwargs:
-        return False
+    if node.target is not F.linear or node.kwargs or graph.facts[node].group != graph.facts[node].ordinal:
+        return False  # functorch, whose region is a group, knows no rule for ``linears``
     x, *weights = node.args
     if weights[-1] is None:
         weights.pop()

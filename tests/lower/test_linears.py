@@ -3,6 +3,9 @@
 The kernel runs on a GPU (tests/gpu/test_products.py). Here the CPU is said to be one, and float32 what it multiplies.
 """
 
+import sys
+import types
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -89,6 +92,42 @@ def test_what_is_launched_is_what_fits_the_rows_of_the_call(monkeypatch: pytest.
             torch.testing.assert_close(got, F.linear(x, weight, bias))
     assert launched == [(1, 2, 0), (1, 2)]
     assert by_cublas == [1024, 1024, 32]  # and one with a bias
+
+
+def test_the_kernel_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By address, rows, columns and strides: a bias of one element, or with gaps, was read behind its end."""
+
+    class Kernel:
+        """The products of the Triton kernel, of memory as it would read it."""
+
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return self.run
+
+        def run(self, x: Tensor, *given: Any, COUNT: int, BIASED: bool, **how: Any) -> None:
+            weights, biases, outs, columns, strides = (given[at : at + 4] for at in range(0, 20, 4))
+            rows, depth, stride = given[20:]
+            left = x.as_strided((rows, depth), (stride, 1))
+            for weight, bias, out, wide, step in list(zip(weights, biases, outs, columns, strides, strict=True))[
+                :COUNT
+            ]:
+                result = left @ weight.as_strided((wide, depth), (step, 1)).t()
+                out.as_strided(result.shape, (wide, 1)).copy_(result)
+                if BIASED:
+                    out.as_strided(result.shape, (wide, 1)).add_(bias.as_strided((wide,), (1,)))
+
+    kernel = types.ModuleType("kernel")
+    kernel.linears = Kernel()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "bcg_compiler.lower.linears_kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    x = torch.randn(3, 5, 64)[..., :32]
+    weights = [torch.randn(6, 48)[:, :32], torch.randn(4, 32), torch.randn(4, 32), torch.randn(1, 32)]
+    for biases in (
+        [None, None, None, None],
+        [torch.randn(6), torch.randn(8)[::2], None, torch.randn(1)],
+        [torch.randn(1), torch.randn(4), torch.randn(1).expand(4), None],
+    ):
+        for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
+            torch.testing.assert_close(got, F.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(

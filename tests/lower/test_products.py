@@ -165,6 +165,13 @@ def test_in_the_callers_autocast_products_are_cast(seen: list[list[str]]) -> Non
     assert seen and not any("linears.default" in names for names in seen)
 
 
+def test_a_region_of_vmap_is_left_as_it_is(seen: list[list[str]]) -> None:
+    """Functorch has no rule for a custom operation: the unit was not compiled."""
+    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
+    check(torch.vmap(lambda x: (first(x), second(x))), torch.ones(3, 5, 8))
+    assert seen and not any("linears.default" in names for names in seen)
+
+
 def test_products_of_different_inputs_are_two_groups(seen: list[list[str]]) -> None:
     a, b, c, d = (nn.Linear(8, 4) for _ in range(4))
 
