@@ -75,67 +75,57 @@ def test_projections_of_one_input_are_one_operation(seen: list[list[str]], open_
     assert seen[0].count("linear") == 1  # the product behind
 
 
-def test_what_is_written_between_two_products_keeps_them_apart(seen: list[list[str]]) -> None:
+def two_products(between: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Of one input; ``between`` is done with it and the first result, and gives what the second product takes."""
     first, second = nn.Linear(8, 4), nn.Linear(8, 4)
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         x = x * 2
         one = first(x)
-        x.add_(1)
-        return one, second(x)
+        return one, second(between(x, one))
 
-    check(fn, torch.ones(5, 8))
+    return fn
+
+
+def test_what_is_written_between_two_products_keeps_them_apart(seen: list[list[str]]) -> None:
+    def between(x: Tensor, one: Tensor) -> Tensor:
+        x.add_(1)
+        return x
+
+    check(two_products(between), torch.ones(5, 8))
     assert not any("linears.default" in names for names in seen)
 
 
 def test_an_input_that_is_turned_in_between_keeps_them_apart(seen: list[list[str]]) -> None:
-    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x * 2
-        one = first(x)
+    def between(x: Tensor, one: Tensor) -> Tensor:
         x.t_()
-        return one, second(x)
+        return x
 
-    check(fn, torch.ones(8, 8))
+    check(two_products(between), torch.ones(8, 8))
     assert seen and not any("linears.default" in names for names in seen)
 
 
 def test_what_is_written_elsewhere_does_not(seen: list[list[str]]) -> None:
-    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x * 2
-        one = first(x)
+    def between(x: Tensor, one: Tensor) -> Tensor:
         one.add_(1)
-        return one, second(x)
+        return x
 
-    check(fn, torch.ones(5, 8))
+    check(two_products(between), torch.ones(5, 8))
     assert seen[0].count("linears.default") == 1
 
 
 def test_an_argument_that_is_given_back_is_the_same_input(seen: list[list[str]]) -> None:
     """Models cast to the dtype that something has already."""
-    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x * 2
-        return first(x), second(x.to(second.weight.dtype))
-
-    check(fn, torch.ones(5, 8))
+    check(two_products(lambda x, one: x.to(one.dtype)), torch.ones(5, 8))
     assert seen[0].count("linears.default") == 1
 
 
 def test_a_write_through_its_other_name_keeps_products_apart(seen: list[list[str]]) -> None:
-    first, second = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x * 2
-        one = first(x)
+    def between(x: Tensor, one: Tensor) -> Tensor:
         x[1:].mul_(3)
-        return one, second(x.float())
+        return x.float()
 
-    check(fn, torch.ones(5, 8))
+    check(two_products(between), torch.ones(5, 8))
     assert not any("linears.default" in names for names in seen)
 
 
