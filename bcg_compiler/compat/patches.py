@@ -1,14 +1,16 @@
 """Another function in place of one of torch's, for one thread and for a while."""
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _lock = threading.Lock()
-#: By owner and name: what stood there, and for each thread what stands for it, the innermost last.
-_standing: dict[tuple[Any, str], tuple[Any, dict[int, list[Any]]]] = {}
+#: By owner and name: what stood there, as it is called and as it is kept, and for each thread what stands for it, the
+#: innermost last.
+_standing: dict[tuple[Any, str], tuple[Any, Any, dict[int, list[Any]]]] = {}
 
 
 @contextmanager
@@ -20,9 +22,14 @@ def patched_here(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[
     key, thread = (owner, name), threading.get_ident()
     with _lock:
         if key not in _standing:
-            _standing[key] = (getattr(owner, name), {})
-            setattr(owner, name, _dispatcher(*_standing[key]))
-        original, by_thread = _standing[key]
+            kept = inspect.getattr_static(owner, name)
+            _standing[key] = (getattr(owner, name), kept, {})
+            dispatcher = _dispatcher(_standing[key][0], _standing[key][2])
+            # What is called takes the class, or nothing, already.
+            setattr(
+                owner, name, staticmethod(dispatcher) if isinstance(kept, (classmethod, staticmethod)) else dispatcher
+            )
+        original, kept, by_thread = _standing[key]
         stack = by_thread.setdefault(thread, [])
         stack.append(make(stack[-1] if stack else original))
     try:
@@ -33,7 +40,7 @@ def patched_here(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[
             if not stack:
                 del by_thread[thread]
             if not by_thread:
-                setattr(owner, name, original)
+                setattr(owner, name, kept)
                 del _standing[key]
 
 

@@ -123,6 +123,17 @@ def _are_read_fast(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     return rows.numel() > 0 and all(aligned)
 
 
+def compile_for(x: Tensor, weights: Sequence[Tensor], biased: bool) -> None:
+    """Compile the kernels that ``linears`` launches for what looks like these fakes, of known sizes, and load them."""
+    rows = x.flatten(0, -2)
+    if not _are_read_fast(rows, weights):
+        return
+    memory = torch.empty(1, dtype=x.dtype, device=x.device)
+    for launch in launches(len(rows), [len(weight) for weight in weights], x.dtype, x.device):
+        given = [(memory, memory, memory, len(weights[at]), weights[at].stride(0)) for at in launch.products]
+        _run(0, launch.tile, memory, rows, given, biased)
+
+
 def _launch(
     launch: Launch,
     rows: Tensor,
@@ -130,11 +141,7 @@ def _launch(
     biases: Sequence[Tensor | None],
     outs: Sequence[Tensor],
 ) -> None:
-    from bcg_compiler.lower.linears_kernel import linears as kernel
-
-    tile = launch.tile
     biased = any(biases[at] is not None for at in launch.products)
-    columns = [len(weights[at]) for at in launch.products]
     given = []
     for at in launch.products:
         weight, added = weights[at], biases[at]
@@ -142,14 +149,31 @@ def _launch(
             added = weight.new_zeros(1) if added is None else added
             added = added.expand(len(weight)).contiguous()  # it may be of one element, or every other one of another
         given.append((weight, weight if added is None else added, outs[at], len(weight), weight.stride(0)))
-    given += given[-1:] * (MOST - len(given))
-    with torch.cuda.device(rows.device):
-        kernel[(tile.programs(len(rows), columns),)](
-            rows,
-            *chain(*zip(*given, strict=True)),
+    programs = launch.tile.programs(len(rows), [len(weights[at]) for at in launch.products])
+    _run(programs, launch.tile, rows, rows, given, biased)
+
+
+def _run(
+    programs: int,
+    tile: Tile,
+    x: Tensor,
+    rows: Tensor,
+    given: Sequence[tuple[Tensor, Tensor, Tensor, int, int]],
+    biased: bool,
+) -> None:
+    """Run so many programs of the kernel, 0 to have it compiled and loaded alone, on the memory of ``x``, which looks
+    like ``rows``, and for each product of weight, bias and result, the columns of that, and the stride of the weight.
+    """
+    from bcg_compiler.lower.linears_kernel import linears as kernel
+
+    all_given = [*given, *[given[-1]] * (MOST - len(given))]
+    with torch.cuda.device(x.device):
+        kernel[(programs,)](
+            x,
+            *chain(*zip(*all_given, strict=True)),
             *rows.shape,
             rows.stride(0),
-            COUNT=len(columns),
+            COUNT=len(given),
             BIASED=biased,
             WHOLE=rows.shape[1] % tile.depth == 0,
             ROWS=tile.rows,

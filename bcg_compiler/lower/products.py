@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.lower.linears import launches, linears
+from bcg_compiler.lower.linears import compile_for, launches, linears
 from bcg_compiler.plan import CompileUnit
 
 
@@ -39,6 +39,15 @@ def products_of_one_input(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mappi
         for group in current.values():
             group.written.update(facts.writes)
     return [small for group in found for small in _small_ones(graph, unit, nodes, group.positions)]
+
+
+def compile_kernels(graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> None:
+    """Compile what a unit's products are launched by, where no size is open: else its first call does it."""
+    for group in products_of_one_input(graph, unit, nodes):
+        args = [nodes[unit.nodes[at]].args for at in group]
+        x, *weights = (graph.fakes[node] for node in (args[0][0], *(of[1] for of in args)) if isinstance(node, Node))
+        if all(isinstance(size, int) for size in x.shape):
+            compile_for(x, weights, any(len(of) > 2 and of[2] is not None for of in args))
 
 
 class _Group(NamedTuple):

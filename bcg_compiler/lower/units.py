@@ -13,11 +13,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from bcg_compiler.compat.fake import fresh_fake
 from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context, written_code
+from bcg_compiler.compat.kernels_later import Kernels
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
 from bcg_compiler.lower.exact import exact_fakes
-from bcg_compiler.lower.products import in_one_launch, products_of_one_input
+from bcg_compiler.lower.products import compile_kernels, in_one_launch, products_of_one_input
 from bcg_compiler.lower.texts import GENERATED, Texts
 from bcg_compiler.plan import CompileUnit, Plan
 
@@ -68,10 +69,23 @@ class UnitCompiler:
             if self._compiled.get(key, self) is not None:
                 self._compiled[key] = None
                 self.refused[reason] += 1
-        # The smallest first: until the compile processes are there, kernels are compiled one by one, in this one.
-        for key, unit in sorted(wanted.items(), key=lambda item: len(item[1].nodes)):
-            if key not in self._compiled:
+        lowered: dict[str, Kernels] = {}
+        for key, unit in wanted.items():
+            if key not in self._compiled and self._inductor:
+                lowered[key] = Kernels()
+                with lowered[key].later():
+                    self._compiled[key] = self._try(graph, unit, nodes)
+            elif key not in self._compiled:
                 self._compiled[key] = self._try(graph, unit, nodes)
+        # Our kernels first, which this thread compiles, while Inductor's are compiled elsewhere.
+        for finish in (lambda key: compile_kernels(graph, wanted[key], nodes), lambda key: lowered[key].finish()):
+            for key in lowered:
+                if self._compiled[key] is not None:
+                    try:
+                        finish(key)
+                    except Exception as error:
+                        self._compiled[key] = None
+                        self._refuse(graph, wanted[key], nodes, error)
         self._late = True
         return {key: made for key in wanted if (made := self._compiled[key]) is not None}
 
@@ -141,6 +155,16 @@ class UnitCompiler:
         except Exception:
             return None
 
+    def _refuse(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node], error: Exception) -> None:
+        """Let a unit that cannot be compiled run as it is: said, but no reason to stop, as results are the same."""
+        if tool := missing_tool(error):
+            _say_once(f"bcg: segments run as they are, uncompiled. {tool}")
+            self._toolless = True
+            self.refused["no_compiler"] += 1
+            return
+        _warn(graph, unit, nodes, error, "and runs as it is")
+        self.refused["compile_failed"] += 1
+
     def _try(self, graph: AnnotatedGraph, unit: CompileUnit, nodes: Mapping[int, Node]) -> CompiledUnit | None:
         if self._toolless:
             self.refused["no_compiler"] += 1
@@ -152,14 +176,7 @@ class UnitCompiler:
             with self._code_seen(unit.key):
                 made = self._compile(self._to_compile(module, graph, unit, nodes), _fakes(graph, unit, nodes))
         except Exception as error:
-            # Results are the same without it, so this is no reason to stop: but it is said.
-            if tool := missing_tool(error):
-                _say_once(f"bcg: segments run as they are, uncompiled. {tool}")
-                self._toolless = True
-                self.refused["no_compiler"] += 1
-                return None
-            _warn(graph, unit, nodes, error, "and runs as it is")
-            self.refused["compile_failed"] += 1
+            self._refuse(graph, unit, nodes, error)
             return None
         if self._late and _guards(graph) > assumed:
             self.refused["unit_sizes"] += 1  # Dynamo has its guards already, and would not check this one

@@ -95,3 +95,21 @@ def test_small_products_are_one_launch_in_each_bucket_where_they_are_small(ladde
         assert len(seen) == (8 if together else 16) and ("linears" in seen) == together, seen
     stats = bcg.stats(compiled)
     assert stats.eager_units == {}
+
+
+@torch.inference_mode()
+def test_the_first_call_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel was compiled by the first call, a second in which nothing else was done."""
+    import triton
+
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **seen: compiled.append(seen["repr"]))
+    model = Projections(width=640).cuda().bfloat16().requires_grad_(False)
+    x = torch.randn(48, 640, device="cuda", dtype=torch.bfloat16)
+    program = bcg.aot_compile(model, (x,), options={"segment_compiler": "inductor"})
+    assert [name for name in compiled if name.startswith("linears")], compiled
+    compiled.clear()
+    for _ in range(3):
+        torch.testing.assert_close(program(x), model(x), rtol=3e-2, atol=3e-2)
+    assert compiled == []
+    assert "linears" in kernels(program, x)

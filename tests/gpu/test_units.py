@@ -124,3 +124,26 @@ def test_what_does_not_wait_for_each_other_is_few_launches(dynamic: bool, dtype:
         torch.cuda.synchronize()
     launches = [event.name for event in seen.events() if event.name.startswith("triton_")]
     assert 1 <= len(launches) <= 2, launches
+
+
+@torch.inference_mode()
+def test_kernels_are_found_in_the_caches_with_their_graphs() -> None:
+    """Each graph is put there with its own kernels, although several are lowered before any of them is compiled."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    model, seen = Model(breaks=True).cuda().requires_grad_(False), []
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = torch.compile(model, backend="bcg", options={"segment_compiler": "inductor"})
+            for rows in (7, 7, 12):
+                ids = prompt(rows)
+                with bcg.forward_context(live_rows=rows):
+                    torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-3, atol=1e-3)
+            found = counters["inductor"]
+            seen.append((found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]))
+            kernels = found["triton_bundler_save_static_autotuner"], found["triton_bundler_load_static_autotuner"]
+            assert bcg.stats(compiled).eager_units == {} and kernels[len(seen) - 1] > 0, kernels
+    assert seen == [(seen[0][0], 0), (0, seen[0][0])]

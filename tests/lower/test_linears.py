@@ -6,15 +6,17 @@ The kernel runs on a GPU (tests/gpu/test_products.py). Here the CPU is said to b
 import sys
 import types
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from bcg_compiler.lower import linears as module
-from bcg_compiler.lower.linears import Launch, Tile, launches, linears
+from bcg_compiler.lower.linears import Launch, Tile, compile_for, launches, linears
 
 CPU = torch.device("cpu")
 
@@ -94,31 +96,43 @@ def test_what_is_launched_is_what_fits_the_rows_of_the_call(monkeypatch: pytest.
     assert by_cublas == [1024, 1024, 32]  # and one with a bias
 
 
-def test_the_kernel_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By address, rows, columns and strides: a bias of one element, or with gaps, was read behind its end."""
+class Kernel:
+    """The products of the Triton kernel, of memory as it would read it; notes what it is run with."""
 
-    class Kernel:
-        """The products of the Triton kernel, of memory as it would read it."""
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
 
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return self.run
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return partial(self.run, grid[0])
 
-        def run(self, x: Tensor, *given: Any, COUNT: int, BIASED: bool, **how: Any) -> None:
-            weights, biases, outs, columns, strides = (given[at : at + 4] for at in range(0, 20, 4))
-            rows, depth, stride = given[20:]
-            left = x.as_strided((rows, depth), (stride, 1))
-            for weight, bias, out, wide, step in list(zip(weights, biases, outs, columns, strides, strict=True))[
-                :COUNT
-            ]:
-                result = left @ weight.as_strided((wide, depth), (step, 1)).t()
-                out.as_strided(result.shape, (wide, 1)).copy_(result)
-                if BIASED:
-                    out.as_strided(result.shape, (wide, 1)).add_(bias.as_strided((wide,), (1,)))
+    def run(self, programs: int, x: Tensor, *given: Any, **how: Any) -> None:
+        numbers = tuple(one for one in given if isinstance(one, int))
+        self.runs.append((programs, numbers, how))
+        if not programs:
+            return
+        weights, biases, outs, columns, strides = (given[at : at + 4] for at in range(0, 20, 4))
+        rows, depth, stride = given[20:]
+        left = x.as_strided((rows, depth), (stride, 1))
+        products = list(zip(weights, biases, outs, columns, strides, strict=True))
+        for weight, bias, out, wide, step in products[: how["COUNT"]]:
+            result = left @ weight.as_strided((wide, depth), (step, 1)).t()
+            out.as_strided(result.shape, (wide, 1)).copy_(result)
+            if how["BIASED"]:
+                out.as_strided(result.shape, (wide, 1)).add_(bias.as_strided((wide,), (1,)))
 
-    kernel = types.ModuleType("kernel")
-    kernel.linears = Kernel()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "bcg_compiler.lower.linears_kernel", kernel)
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """It stands for the one that is imported where Triton is installed."""
+    made = types.ModuleType("kernel")
+    made.linears = Kernel()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "bcg_compiler.lower.linears_kernel", made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return made.linears
+
+
+def test_the_kernel_is_given_what_it_reads(kernel: Kernel) -> None:
+    """By address, rows, columns and strides: a bias of one element, or with gaps, was read behind its end."""
     x = torch.randn(3, 5, 64)[..., :32]
     weights = [torch.randn(6, 48)[:, :32], torch.randn(4, 32), torch.randn(4, 32), torch.randn(1, 32)]
     for biases in (
@@ -128,6 +142,24 @@ def test_the_kernel_is_given_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         for got, weight, bias in zip(linears(x, weights, biases), weights, biases, strict=True):
             torch.testing.assert_close(got, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(32)])
+def test_what_is_compiled_early_is_what_is_launched(kernel: Kernel, bias: Tensor | None) -> None:
+    """Triton compiles a kernel for the constants and the divisors of the numbers that it is given."""
+    x, weights = torch.randn(2, 8, 48)[..., :32], [torch.randn(1024, 48)[:, :32], torch.randn(32, 32)]
+    with FakeTensorMode() as mode:
+        compile_for(mode.from_tensor(x), [mode.from_tensor(weight) for weight in weights], bias is not None)
+    linears(x, weights, [None, bias])
+    (early, *compiled), (programs, *launched) = kernel.runs
+    assert compiled == launched
+    assert (early, programs) == (0, 33)
+
+
+def test_what_cublas_computes_is_not_compiled(kernel: Kernel) -> None:
+    compile_for(torch.randn(20_000, 16), [torch.randn(1024, 16), torch.randn(1024, 16)], False)
+    compile_for(torch.randn(4, 24), [torch.randn(8, 24), torch.randn(8, 24)], False)
+    assert kernel.runs == []
 
 
 @pytest.mark.parametrize(

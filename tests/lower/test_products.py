@@ -210,3 +210,15 @@ def test_how_wide_a_weight_is_may_be_open(seen: list[list[str]]) -> None:
             for got, wanted in zip(compiled(*given), fn(*given), strict=True):
                 torch.testing.assert_close(got, wanted)
     assert len(seen) == 1 and "linears.default" not in seen[0]
+
+
+@pytest.mark.parametrize("open_rows", [False, True])
+def test_kernels_are_compiled_early_where_rows_are_known(monkeypatch: pytest.MonkeyPatch, open_rows: bool) -> None:
+    """With open rows each bucket may want another one."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        "bcg_compiler.lower.products.compile_for",
+        lambda x, weights, biased: compiled.append((tuple(x.shape), [len(weight) for weight in weights], biased)),
+    )
+    check(Projections(), torch.randn(6, 8), open_rows=open_rows)
+    assert compiled == ([] if open_rows else [((6, 8), [16, 4, 4], True)])
