@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from bcg_compiler.compat.cached_code import assumptions_kept
 from bcg_compiler.compat.fake import FakeTensor, size_conditions
 from bcg_compiler.compat.patches import patched_here
+from bcg_compiler.compat.threads import threads_served_soon
 from bcg_compiler.compat.unbound_sizes import giving_them, unbound_sizes, with_inputs_for
 
 
@@ -29,12 +30,10 @@ _starting: threading.Thread | None = None
 
 
 def start_workers() -> None:
-    """Start the processes in which Triton kernels are compiled, and, in a thread, what a C compiler is run for: tracing
-    goes on in the meantime.
+    """Start the processes in which Triton kernels are compiled, and, in a thread, what else takes a second: keys that
+    are hashes of all files of Triton, and what a C compiler is run for. Tracing goes on in the meantime.
 
-    What is kept under keys that are hashes of all files of torch and of Triton is asked for here and not in the thread:
-    each of some thousand reads would wait there for the interpreter's lock, 5 s in all in place of 0.4, and the
-    processes are told the key of torch when they are started.
+    The processes are told the key of torch, which is made here, so that they start at once.
     """
     global _starting
     if _starting is not None:
@@ -48,12 +47,13 @@ def start_workers() -> None:
         return
 
     def ready() -> None:
-        with suppress(Exception):
-            triton_hash_with_backend()  # kept by torch; what launches kernels is compiled for it
+        with threads_served_soon():
+            for make in (triton_key, triton_hash_with_backend):  # both are kept
+                with suppress(Exception):
+                    make()
 
-    for begin in (maybe_warm_pool, triton_key):
-        with suppress(Exception):  # without Triton, a GPU, or room for processes; whoever needs them says so
-            begin()
+    with suppress(Exception):  # without Triton, a GPU, or room for processes; whoever needs them says so
+        maybe_warm_pool()
     _starting = threading.Thread(target=ready, daemon=True)
     _starting.start()
 

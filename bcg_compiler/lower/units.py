@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from bcg_compiler.compat.fake import fresh_fake
 from bcg_compiler.compat.inductor import compile_graph, missing_tool, start_workers, tracing_context, written_code
 from bcg_compiler.compat.kernels_later import Kernels
+from bcg_compiler.compat.threads import threads_served_soon
 from bcg_compiler.facts import AnnotatedGraph, ModeState, NodeFacts
 from bcg_compiler.facts.node import RANDOM_STATE, WORLD
 from bcg_compiler.lower.compiled import CompiledUnit, is_odd
@@ -69,23 +70,11 @@ class UnitCompiler:
             if self._compiled.get(key, self) is not None:
                 self._compiled[key] = None
                 self.refused[reason] += 1
-        lowered: dict[str, Kernels] = {}
-        for key, unit in wanted.items():
-            if key not in self._compiled and self._inductor:
-                lowered[key] = Kernels()
-                with lowered[key].later():
-                    self._compiled[key] = self._try(graph, unit, nodes)
-            elif key not in self._compiled:
-                self._compiled[key] = self._try(graph, unit, nodes)
-        # Our kernels first, which this thread compiles, while Inductor's are compiled elsewhere.
-        for finish in (lambda key: compile_kernels(graph, wanted[key], nodes), lambda key: lowered[key].finish()):
-            for key in lowered:
-                if self._compiled[key] is not None:
-                    try:
-                        finish(key)
-                    except Exception as error:
-                        self._compiled[key] = None
-                        self._refuse(graph, wanted[key], nodes, error)
+        missing = {key: unit for key, unit in wanted.items() if key not in self._compiled}
+        if self._inductor:
+            self._compile_together(graph, missing, nodes)
+        else:
+            self._compiled |= {key: self._try(graph, unit, nodes) for key, unit in missing.items()}
         self._late = True
         return {key: made for key in wanted if (made := self._compiled[key]) is not None}
 
@@ -129,6 +118,26 @@ class UnitCompiler:
         """What the compiler is given: a function of the user's gets the operations as they are."""
         together = products_of_one_input(graph, unit, nodes) if self._inductor else []
         return in_one_launch(module, together) if together else module
+
+    def _compile_together(
+        self, graph: AnnotatedGraph, units: Mapping[str, CompileUnit], nodes: Mapping[int, Node]
+    ) -> None:
+        """Let Inductor lower all of them before any kernel is waited for."""
+        kernels: dict[str, Kernels] = {}
+        with threads_served_soon():
+            for key, unit in units.items():
+                kernels[key] = Kernels()
+                with kernels[key].later():
+                    self._compiled[key] = self._try(graph, unit, nodes)
+            # Our kernels first, which this thread compiles while Inductor's are compiled elsewhere.
+            for finish in (lambda key: compile_kernels(graph, units[key], nodes), lambda key: kernels[key].finish()):
+                for key in units:
+                    if self._compiled[key] is not None:
+                        try:
+                            finish(key)
+                        except Exception as error:
+                            self._compiled[key] = None
+                            self._refuse(graph, units[key], nodes, error)
 
     @contextmanager
     def _code_seen(self, key: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Units are lowered one after the other, and their kernels waited for when all of them are."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from torch._inductor.utils import fresh_cache
 import bcg_compiler as bcg
 from bcg_compiler.compat.kernels_later import Kernels
 from bcg_compiler.compat.patches import patched_here
+from bcg_compiler.compat.threads import threads_served_soon
 
 OPTIONS: dict[str, Any] = {"capture": "emulated", "min_segment_kernels": 1, "segment_compiler": "inductor"}
 
@@ -138,6 +140,19 @@ def test_other_threads_are_left_alone(starting: Future[str]) -> None:
         thread.start()
         thread.join()
     assert seen == [False, False]
+
+
+def test_threads_are_served_soon_until_the_last_compile_is_over() -> None:
+    """Two compiles at a time: the first one that ends changes nothing for the other."""
+    before = sys.getswitchinterval()
+    first, second = threads_served_soon(), threads_served_soon()
+    first.__enter__()
+    second.__enter__()
+    assert sys.getswitchinterval() < before
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < before
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
 
 
 def test_methods_of_classes_are_put_back_as_they_were() -> None:
