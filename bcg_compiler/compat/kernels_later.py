@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 from torch._guards import TracingContext, tracing
@@ -55,7 +56,7 @@ class Kernels:
 
     def finish(self) -> None:
         """Wait for the kernels, and put the graph into the caches."""
-        with _bundled() if self._saves else nullcontext():
+        with _kept_apart() if self._saves else nullcontext():
             for wait in self._waits:
                 wait()
             for save in self._saves:
@@ -112,29 +113,41 @@ class _Threads:
     """What stands for the processes until they are there."""
 
     @staticmethod
-    def submit(
-        work: Callable[..., Any], load_kernel: Callable[[], Any], *for_processes: Any
-    ) -> Future[tuple[Any, int]]:
-        """What ``work`` does in a process: the kernel, and the µs that it took."""
+    def submit(work: Callable[..., Any], *given: Any) -> Future[Any]:
+        """What ``work`` returns in a process, with the settings of the thread that asks for it."""
         from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
-        def compile_here() -> tuple[Any, int]:
-            began = time.time_ns()
-            kernel = load_kernel()
-            kernel.precompile(warm_cache_only=True)
-            return kernel, (time.time_ns() - began) // 1000
-
-        compiling: Future[tuple[Any, int]] = AsyncCompile.pool().submit(compile_here)
+        here: Callable[..., Any] = _compile_triton if work is _worker_compile_triton else work
+        compiling: Future[Any] = AsyncCompile.pool().submit(copy_context().run, here, *given)
         return compiling
 
 
-@contextmanager
-def _bundled() -> Iterator[None]:
-    """Note the kernels that are waited for within it, for ``TritonBundler.collect``."""
+def _compile_triton(load_kernel: Callable[[], Any], *for_processes: Any) -> tuple[Any, int]:
+    """A kernel as it comes from a process, and the µs that it took."""
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
     from torch._inductor.triton_bundler import TritonBundler
+
+    began = time.time_ns()
+    _set_triton_ptxas_path()
+    kernel = load_kernel()
+    # It belongs to the bundle of the graph that waits for it, and not to that of the graph that is lowered now.
+    with patched_here(TritonBundler, "put", lambda _: lambda *args: None):
+        kernel.precompile(warm_cache_only=True)
+    return kernel, (time.time_ns() - began) // 1000
+
+
+@contextmanager
+def _kept_apart() -> Iterator[None]:
+    """Note the kernels that are waited for within it, for ``TritonBundler.collect``; and what is put into caches not
+    for ``torch.compiler.save_cache_artifacts``, which is told nothing of any graph that is compiled on its own.
+    """
+    from torch._inductor.triton_bundler import TritonBundler
+    from torch.compiler._cache import CacheArtifactManager
 
     TritonBundler.begin_compile()
     try:
-        yield
+        with CacheArtifactManager.with_fresh_cache():
+            yield
     finally:
         TritonBundler.end_compile()

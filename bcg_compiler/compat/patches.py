@@ -50,4 +50,7 @@ def _dispatcher(original: Any, by_thread: dict[int, list[Any]]) -> Any:
         stack = by_thread.get(threading.get_ident())
         return (stack[-1] if stack else original)(*args, **kwargs)
 
+    for name in ("cache_clear", "cache_info", "cache_parameters"):  # of functions that keep what they returned
+        if hasattr(original, name):
+            setattr(call, name, getattr(original, name))
     return call

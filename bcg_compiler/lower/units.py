@@ -72,7 +72,7 @@ class UnitCompiler:
                 self.refused[reason] += 1
         missing = {key: unit for key, unit in wanted.items() if key not in self._compiled}
         if self._inductor:
-            self._compile_together(graph, missing, nodes)
+            self._compiled |= self._compile_together(graph, missing, nodes)
         else:
             self._compiled |= {key: self._try(graph, unit, nodes) for key, unit in missing.items()}
         self._late = True
@@ -121,23 +121,24 @@ class UnitCompiler:
 
     def _compile_together(
         self, graph: AnnotatedGraph, units: Mapping[str, CompileUnit], nodes: Mapping[int, Node]
-    ) -> None:
+    ) -> dict[str, CompiledUnit | None]:
         """Let Inductor lower all of them before any kernel is waited for."""
-        kernels: dict[str, Kernels] = {}
+        made: dict[str, CompiledUnit | None] = {}
+        kernels = {key: Kernels() for key in units}
         with threads_served_soon():
             for key, unit in units.items():
-                kernels[key] = Kernels()
                 with kernels[key].later():
-                    self._compiled[key] = self._try(graph, unit, nodes)
+                    made[key] = self._try(graph, unit, nodes)
             # Our kernels first, which this thread compiles while Inductor's are compiled elsewhere.
             for finish in (lambda key: compile_kernels(graph, units[key], nodes), lambda key: kernels[key].finish()):
                 for key in units:
-                    if self._compiled[key] is not None:
+                    if made[key] is not None:
                         try:
                             finish(key)
                         except Exception as error:
-                            self._compiled[key] = None
+                            made[key] = None
                             self._refuse(graph, units[key], nodes, error)
+        return made
 
     @contextmanager
     def _code_seen(self, key: str) -> Iterator[None]:

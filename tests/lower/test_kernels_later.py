@@ -12,12 +12,16 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+from torch._inductor.triton_bundler import TritonBundler
 from torch._inductor.utils import fresh_cache
+from torch.compiler._cache import CacheArtifactManager
 
 import bcg_compiler as bcg
 from bcg_compiler.compat.kernels_later import Kernels
 from bcg_compiler.compat.patches import patched_here
 from bcg_compiler.compat.threads import threads_served_soon
+from bcg_compiler.lower.units import UnitCompiler
 
 OPTIONS: dict[str, Any] = {"capture": "emulated", "min_segment_kernels": 1, "segment_compiler": "inductor"}
 
@@ -84,6 +88,32 @@ def test_a_unit_whose_kernel_cannot_be_compiled_runs_as_it_is(
     assert "the compiler was killed" in caplog.text and "tanh" in caplog.text
 
 
+def test_an_interrupted_compile_leaves_no_unit_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is made again would have called it: names of its kernels stood for what is waited for."""
+    asked: list[tuple[Any, ...]] = []
+    units, wait = UnitCompiler.units, AsyncCompile.wait
+
+    def interrupted(self: Any, scope: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(UnitCompiler, "units", lambda *args: asked.append(args) or units(*args))
+    monkeypatch.setattr(AsyncCompile, "wait", interrupted)
+    with fresh_cache(), torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            torch.compile(torch.relu, backend="bcg", options=OPTIONS)(torch.randn(5, 7))
+        monkeypatch.setattr(AsyncCompile, "wait", wait)
+        (unit,) = units(*asked[0]).values()
+        x = torch.randn(5, 7)
+        torch.testing.assert_close(unit(x)[0], x.relu())
+
+
+def test_what_is_compiled_is_no_artifact_that_somebody_else_saves() -> None:
+    """``torch.compiler.save_cache_artifacts`` gave half of what the units had been compiled to."""
+    with CacheArtifactManager.with_fresh_cache(), fresh_cache():
+        compared(three_units)
+        assert torch.compiler.save_cache_artifacts() is None
+
+
 # -- Triton's kernels, for which Inductor has processes ----------------------------------------------------------------
 
 
@@ -96,6 +126,8 @@ class TritonKernel:
     def precompile(self, warm_cache_only: bool) -> None:
         assert warm_cache_only  # it is loaded by the thread that waits for it
         self.compiled_by.append(threading.current_thread())
+        self.static_launcher = config.use_static_triton_launcher
+        TritonBundler.put("a hash", 0)
 
 
 @pytest.fixture
@@ -114,12 +146,45 @@ def test_threads_compile_until_the_processes_are_there(starting: Future[str], mo
     assert not AsyncCompile.use_process_pool()
     with Kernels().later():
         assert AsyncCompile.use_process_pool()
-        task = AsyncCompile.process_pool().submit(None, lambda: kernel, {}, {})
+        task = AsyncCompile.process_pool().submit(_worker_compile_triton, lambda: kernel, {}, {})
         assert task.result()[0] is kernel
         starting.set_result("ready")
         assert AsyncCompile.use_process_pool()
         assert AsyncCompile.process_pool() is processes
     assert len(kernel.compiled_by) == 1 and kernel.compiled_by != [threading.current_thread()]
+
+
+def test_threads_compile_with_the_settings_of_who_asks(starting: Future[str]) -> None:
+    """Settings are a thread's own from torch 2.13 on, and kernels were made for a launcher that was switched off."""
+    kernel = TritonKernel()
+    for chosen in (False, True):
+        with Kernels().later(), config.patch(use_static_triton_launcher=chosen):
+            AsyncCompile.process_pool().submit(_worker_compile_triton, lambda: kernel, {}, {}).result()
+        assert kernel.static_launcher is chosen
+
+
+def test_kernels_of_threads_are_in_the_bundle_of_their_own_graph(starting: Future[str]) -> None:
+    """It is made when they are waited for; a graph that is lowered meanwhile would have taken them to the caches."""
+    with fresh_cache(), Kernels().later():
+        TritonBundler.begin_compile()
+        try:
+            AsyncCompile.process_pool().submit(_worker_compile_triton, TritonKernel, {}, {}).result()
+            assert TritonBundler._entries == []
+        finally:
+            TritonBundler.end_compile()
+
+
+def test_threads_do_whatever_processes_are_asked_for(starting: Future[str]) -> None:
+    """Kernels of other languages than Triton's are compiled by functions of theirs."""
+    with Kernels().later():
+        assert AsyncCompile.process_pool().submit(lambda *given: given, "name", "code").result() == ("name", "code")
+
+
+def test_a_fork_may_forget_the_processes_meanwhile(starting: Future[str]) -> None:
+    """As torch does in each process that is forked: an error there was all that somebody's ``os.fork`` left."""
+    with Kernels().later():
+        AsyncCompile.process_pool.cache_clear()
+        assert AsyncCompile.process_pool.cache_info().currsize == 0
 
 
 def test_where_inductor_has_no_processes_it_compiles_as_it_does(
