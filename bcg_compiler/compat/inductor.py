@@ -58,6 +58,16 @@ def start_workers() -> None:
     _starting.start()
 
 
+def compiling_alone() -> AbstractContextManager[Any]:
+    """Let no other thread compile: what belongs to a compile Inductor keeps in variables of the process.
+
+    Dynamo holds this lock while it compiles; what is compiled at a capture is compiled outside of that.
+    """
+    from torch._dynamo import convert_frame
+
+    return getattr(convert_frame, "compile_lock", None) or nullcontext()
+
+
 def compile_graph(
     module: GraphModule, fakes: Sequence[Any], context: TracingContext | None, tuned: bool = False
 ) -> Callable[..., Any]:
@@ -95,7 +105,7 @@ def compile_graph(
     sizes = unbound_sizes(fakes)
     numbers = [size.of(fakes) for size in sizes]
     whole = with_inputs_for(module, numbers) if sizes else module
-    with ambient, caches, assumed, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
+    with compiling_alone(), ambient, caches, assumed, _numbers_stay_open(), _first_call_unwatched(), torch.no_grad():
         made: Any = standalone_compile(
             whole, [*numbers, *fakes], dynamic_shapes=shapes, options={"config_patches": patches}
         )

@@ -18,6 +18,7 @@ from typing import Any
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from bcg_compiler.compat.inductor import compiling_alone
 from bcg_compiler.compat.patches import patched_here
 
 
@@ -56,7 +57,7 @@ class Kernels:
 
     def finish(self) -> None:
         """Wait for the kernels, and put the graph into the caches."""
-        with _kept_apart() if self._saves else nullcontext():
+        with compiling_alone(), _kept_apart() if self._saves else nullcontext():
             for wait in self._waits:
                 wait()
             for save in self._saves:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import convert_frame
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
@@ -112,6 +113,32 @@ def test_what_is_compiled_is_no_artifact_that_somebody_else_saves() -> None:
     with CacheArtifactManager.with_fresh_cache(), fresh_cache():
         compared(three_units)
         assert torch.compiler.save_cache_artifacts() is None
+
+
+def test_what_a_capture_compiles_is_compiled_beside_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was compiled meanwhile, and what was compiled for a bucket, failed by assertions without a word."""
+    asked: list[tuple[Any, ...]] = []
+    alone: list[bool] = []
+    units, lower, wait, lock = UnitCompiler.units, GraphLowering.codegen, AsyncCompile.wait, convert_frame.compile_lock
+
+    def lowering(self: Any) -> Any:
+        alone.append(lock._is_owned())
+        return lower(self)
+
+    def waiting(self: Any, scope: Any) -> None:
+        alone.append(lock._is_owned())
+        wait(self, scope)
+
+    monkeypatch.setattr(UnitCompiler, "units", lambda *args: asked.append(args) or units(*args))
+    with fresh_cache(), torch.no_grad():
+        torch.compile(torch.relu, backend="bcg", options=OPTIONS)(torch.randn(5, 7))
+    ((_, graph, plan),) = asked
+    monkeypatch.setattr(GraphLowering, "codegen", lowering)
+    monkeypatch.setattr(AsyncCompile, "wait", waiting)
+    with fresh_cache():
+        UnitCompiler("inductor").units(graph, plan)
+    assert alone == [True, True]
+    assert not lock._is_owned()
 
 
 # -- Triton's kernels, for which Inductor has processes ----------------------------------------------------------------
