@@ -30,7 +30,7 @@ from bcg_compiler.options import Options, check_mode
 from bcg_compiler.passes import run_passes
 from bcg_compiler.plan import build_plan
 from bcg_compiler.runtime import Program, register
-from bcg_compiler.runtime.program import Compiled
+from bcg_compiler.runtime.compiled import Compiled
 from bcg_compiler.runtime.unsplit import UnsplitProgram
 
 log = logging.getLogger("bcg_compiler")

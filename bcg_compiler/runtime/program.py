@@ -2,36 +2,36 @@
 
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from bcg_compiler.breaks import BoundBreak
-from bcg_compiler.buckets import Admission, Batch, Ladder, admit
-from bcg_compiler.compat.backends import attention_kernels, autocast_as, autocast_now
-from bcg_compiler.compat.fake import is_plain, replaced_sizes, size_conditions
+from bcg_compiler.buckets import Admission, Batch, Ladder
+from bcg_compiler.compat.backends import autocast_as, autocast_now
+from bcg_compiler.compat.fake import is_plain
 from bcg_compiler.context import PLANNED, forward_context, published
-from bcg_compiler.errors import AdmissionError, LadderError, LateCaptureError, ReleasedError, SegmentError, TraceError
+from bcg_compiler.errors import LadderError, LateCaptureError, SegmentError, TraceError
 from bcg_compiler.facts import AnnotatedGraph
-from bcg_compiler.facts.node import RANDOM_STATE, WORLD
-from bcg_compiler.lower import Lowered, Texts, UnitCompiler, lower
+from bcg_compiler.lower import Lowered, lower
 from bcg_compiler.options import Options
-from bcg_compiler.plan import Plan, Step
+from bcg_compiler.plan import Plan
 from bcg_compiler.plan.memory import forecast_ladder
 from bcg_compiler.plan.padding import token_place
-from bcg_compiler.plan.sizes import evaluate, substitute
+from bcg_compiler.plan.sizes import evaluate
 from bcg_compiler.runtime import memory
+from bcg_compiler.runtime.admissions import Admissions
 from bcg_compiler.runtime.arena import Arena
 from bcg_compiler.runtime.buckets import Bucket, Sizes, read_sizes
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
+from bcg_compiler.runtime.compiled import Compiled
 from bcg_compiler.runtime.counters import counters
+from bcg_compiler.runtime.inputs import Inputs, recalled
 from bcg_compiler.runtime.lines import Lines
 from bcg_compiler.runtime.places import Place, Places
 from bcg_compiler.runtime.recording import Capture, record, rehearse
@@ -39,25 +39,8 @@ from bcg_compiler.runtime.trial import find_uncapturable
 from bcg_compiler.runtime.unsplit import released
 from bcg_compiler.runtime.watch import watching
 
-#: How many answers about admission a program keeps: as many as there are lengths, mostly.
-ADMISSIONS = 10_000
-
 #: Why a rung is not captured whose capture showed what the plan did not know: what a break makes is seen in a call.
 REPLANNED = "an operation cannot be captured and has become a break; call the model once, and capture again"
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What a program is made of: the marked graph, its plan and its code, and what compiles its units, if anything.
-
-    ``texts`` keeps the code that is generated later.
-    """
-
-    graph: AnnotatedGraph
-    plan: Plan
-    lowered: Lowered
-    compiler: UnitCompiler | None = None
-    texts: Texts | None = None
 
 
 class Rung(NamedTuple):
@@ -174,41 +157,42 @@ class Program:
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             # The caller's graph would hold memory of ours, and a capture cannot start inside of one.
             return self._eagerly("outer_capture", args)
-        if self._sizes_open is not None:
-            return self._call_padded(self._sizes_open, args)
-        shape = self._shape_key(args) if self._open else None
+        if self._admissions is not None:
+            return self._call_padded(self._admissions, args)
+        shape = self._inputs.shape(args)
         place = self._places.of(args)
         capture = place.captures.get(shape)
         if capture is not None:
-            if self._written and self._overlapping(args):
+            if self._inputs.written and self._inputs.overlap(args):
                 return self._eagerly("input_overlap", args)
             return self._replay(capture, args)
         forms = self._warm.get(shape)
         if forms is None:
             return self._warm_up(shape, args)
-        if self._overlapping(args):
+        if self._inputs.overlap(args):
             return self._eagerly("input_overlap", args)
         if self.kept_captures >= self._options.max_captures:
             return self._eagerly("capture_limit", args)
         capture = self._capture(place, shape, args, forms)
         return self._call(args) if capture is None else self._replay(capture, args)
 
-    def _call_padded(self, sizes: Sizes, args: tuple[Any, ...]) -> Any:
+    def _call_padded(self, admissions: Admissions, args: tuple[Any, ...]) -> Any:
         """A call whose inputs are padded: it replays the bucket that it is admitted to."""
+        sizes = admissions.sizes
         rows, others = sizes.rows(args), sizes.others(args)
         if others not in self._examples and len(self._examples) < self._options.max_captures:
-            self._examples[others] = self._example(args)
+            self._examples[others] = self._inputs.example(args)
             # Both are the same at each call: Dynamo guards on them.
             self._grad, self._autocast = torch.is_grad_enabled(), autocast_now()
         self._others = others
-        admission = self._admission(rows, others)
+        admission = admissions.of_call(rows, others)
         if admission.bucket is None:
             return self._eagerly(admission.reason, args)
         bucket = sizes.bucket(admission.bucket, others)
         shape = self._bucket_key(bucket)
         place = self._places.of(args)
         capture = place.captures.get(shape)
-        if (capture is None or self._written) and self._overlapping(args):
+        if (capture is None or self._inputs.written) and self._inputs.overlap(args):
             return self._eagerly("input_overlap", args)
         if capture is not None:
             return self._replay_in_bucket(capture, args, admission.rows)
@@ -226,12 +210,12 @@ class Program:
             capture = self._capture(place, shape, args, self._forms(bucket), bucket)
             return self._call(args) if capture is None else self._replay_in_bucket(capture, args, admission.rows)
         result = self._warm_up(None, args)
-        if self._never is None and self._sizes_open is sizes:
+        if self._never is None and self._admissions is admissions:
             self._capture(place, shape, args, self._forms(bucket), bucket)
         return result
 
     def _bucket_key(self, bucket: Bucket) -> Any:
-        return attention_kernels() if self._attends else None, bucket.rows, bucket.others
+        return self._inputs.kernels(), bucket.rows, bucket.others
 
     @property
     def kept_captures(self) -> int:
@@ -243,50 +227,17 @@ class Program:
         """The generated texts of the replay functions."""
         return [capture.code.source for capture in self._places.captures()]
 
-    def _admission(self, rows: int, others: tuple[int, ...]) -> Admission:
-        agreed: Admission | None = published("admission")
-        if agreed is not None:
-            self._check_agreed(agreed, rows, others)
-            if agreed.bucket in self._lost:  # in this very call: whoever admits cannot know it yet
-                return replace(agreed, bucket=None, reason="capture_failed", text=self._lost[agreed.bucket])
-            return agreed
-        batch = published("batch")
-        if batch is None:
-            found = self._admitted.get((rows, others))
-            if found is None:
-                if len(self._admitted) >= ADMISSIONS:
-                    self._admitted.clear()
-                found = self._admitted[rows, others] = self.admit(Batch(rows=rows), others)
-            return found
-        if batch.rows != rows:
-            raise AdmissionError(f"The batch of the forward context has {batch.rows} rows, and the inputs have {rows}.")
-        return self.admit(batch, others)
-
-    def _check_agreed(self, agreed: Admission, rows: int, others: tuple[int, ...]) -> None:
-        """What was decided for this call elsewhere, for all ranks, is done: here nothing is decided again."""
-        assert self._sizes_open is not None
-        usable = self._sizes_open.usable(others)
-        if agreed.bucket is not None and (agreed.bucket not in usable or rows > agreed.bucket):
-            raise AdmissionError(
-                f"The forward context admits this call to bucket {agreed.bucket}, and the program, which is called "
-                f"with {rows} rows, has the buckets {', '.join(map(str, usable)) or 'none'}: whoever admits must know "
-                "the program's ladder, and the rows that its inputs have."
-            )
-        if agreed.rows > rows:
-            raise AdmissionError(f"The forward context admits {agreed.rows} rows, and the inputs have {rows}.")
-
     def admit(self, batch: Batch, others: tuple[int, ...] | None = None) -> Admission:
         """Whether a batch replays. ``others``: its open sizes but for the rows; if ``None`` those of the last call."""
         if self._never is not None:
             return Admission(None, self._never, "The program is not captured.", batch.rows)
-        if self._sizes_open is None:
+        if self._admissions is None:
             return Admission(None, "no_ladder", "The program captures exact shapes.", batch.rows)
-        usable = self._sizes_open.usable(self._others if others is None else others)
-        return admit(batch, tuple(b for b in usable if b not in self._lost), self._limits)
+        return self._admissions.of(batch, self._others if others is None else others)
 
     def takes(self, rows: int) -> bool:
         """Whether a call with so many rows, and other sizes like the last one, may be of this graph and is padded."""
-        return self._sizes_open is not None and self._sizes_open.holds(rows, self._others)
+        return self._admissions is not None and self._admissions.sizes.holds(rows, self._others)
 
     def _eagerly(self, reason: str, args: tuple[Any, ...]) -> Any:
         self.eager_runs[reason] += 1
@@ -316,7 +267,7 @@ class Program:
         """The first call of a shape is the user's own: it runs eagerly, and what its breaks make is noted."""
         forms: dict[int, Any] = {}
         bridged: list[tuple[int, Any]] = []
-        written = [args[i] for i in self._written]
+        written = [args[i] for i in self._inputs.written]
         if not all(is_plain(arg) and not arg.is_conj() and not arg.is_neg() for arg in args if isinstance(arg, Tensor)):
             self._never = "odd_input"  # Dynamo guards on all of it
 
@@ -426,7 +377,7 @@ class Program:
             return compiled.lowered
         key = bucket.rows, bucket.others
         if key not in self._specialized:
-            sizes = {raw: bucket.symbols[size] for raw, size in self._size_names().items() if size in bucket.symbols}
+            sizes = {raw: bucket.symbols[size] for raw, size in compiled.size_names().items() if size in bucket.symbols}
             units = compiled.compiler.units_for(compiled.graph, self.plan, sizes)
             name = _name_for("program", bucket.symbols)
             lowered = self._specialized[key] = lower(compiled.graph, self.plan, units, name, compiled.texts)
@@ -450,20 +401,6 @@ class Program:
         self._mark_failed(failed)
         return None
 
-    def _example(self, args: Sequence[Any]) -> list[Any]:
-        """What a call is made of, without what it holds: parameters weakly, other tensors by their form.
-
-        But for what is copied once: later captures need it, too.
-        """
-        example = [memory.Form.of(arg) if isinstance(arg, Tensor) else arg for arg in args]
-        for slot in self.plan.slots:
-            if slot.policy.kind == "once":
-                position = self.plan.inputs.index(slot.ordinal)
-                example[position] = memory.own(args[position])
-        for position in self._statics:
-            example[position] = weakref.ref(args[position])
-        return example
-
     def capture_ladder(self, smoke: bool = True) -> Iterator[Rung]:
         """Capture every bucket for all other sizes that were seen, the largest first; one rung after the other.
 
@@ -485,7 +422,7 @@ class Program:
 
     def _capture_rung(self, bucket: Bucket, done: set[Any], smoke: bool) -> Rung:
         began = time.perf_counter()
-        args = tuple(_recalled(value) for value in self._examples[bucket.others])
+        args = recalled(self._examples[bucket.others])
         place, plan = self._places.of(args), self.plan
         shape = self._bucket_key(bucket)
         capture = place.captures.get(shape)
@@ -537,30 +474,16 @@ class Program:
     @property
     def eager_units(self) -> Counter[str]:
         """The units that were not compiled, by reason code."""
-        compiler = self._compiled.compiler
-        return Counter() if compiler is None else compiler.refused
+        return self._compiled.eager_units
 
     def size_conditions(self) -> list[str]:
         """What holds of the sizes that the plan leaves open, what compilers of units assumed of them included."""
-        graph, names = self._compiled.graph, self._size_names()
-        found = list(size_conditions(graph.fake_mode))
-        found += [
-            f"Eq({symbol}, {size})" for symbol, size in replaced_sizes(graph.fake_mode).items() if symbol in names
-        ]
-        return list(dict.fromkeys((*self.plan.conditions, *(substitute(c, names) for c in found))))
-
-    def _size_names(self) -> dict[str, str]:
-        """Sizes of inputs as the plan names them, by what the graph calls them."""
-        values, names = self.plan.by_ordinal, dict[str, str]()
-        for facts in self._compiled.graph.input_facts.values():
-            for raw, spec in zip(facts.specs, values[facts.ordinal].specs, strict=True):
-                names.update(zip((*raw.shape, *raw.strides), (*spec.shape, *spec.strides), strict=True))
-        return names
+        return self._compiled.size_conditions()
 
     @property
     def specialized_units(self) -> int:
         """How many units were compiled once more for exactly one bucket."""
-        return 0 if self._compiled.compiler is None else self._compiled.compiler.specialized
+        return self._compiled.specialized_units
 
     @property
     def forecast_bytes(self) -> int:
@@ -581,9 +504,9 @@ class Program:
     @property
     def planned(self) -> list[Bucket]:
         """What ``capture_ladder`` will capture, in order."""
-        sizes = self._sizes_open
-        if sizes is None:
+        if self._admissions is None:
             return []
+        sizes = self._admissions.sizes
         rungs = [(rows, others) for others in self._examples for rows in sizes.usable(others) if rows not in self._lost]
         return [sizes.bucket(rows, others) for rows, others in sorted(rungs, reverse=True)]
 
@@ -597,7 +520,7 @@ class Program:
         with self._alone():
             options = replace(self._options, ladder=ladder)
             compiled = self._again(self._compiled.graph, options)
-            padded = self._sizes_open is not None and compiled.plan.padding is not None
+            padded = self._admissions is not None and compiled.plan.padding is not None
             never, examples, warm = self._never, self._examples, self._warm
             self._forget_captures()
             self._options = options
@@ -621,7 +544,8 @@ class Program:
     def lose(self, rows: int, why: str) -> None:
         """Do without a rung of the ladder."""
         self._lost[rows] = why
-        self._admitted.clear()
+        if self._admissions is not None:
+            self._admissions.forget()
 
     def _forms(self, bucket: Bucket) -> dict[int, Any]:
         """What the results of breaks look like in a bucket."""
@@ -691,7 +615,6 @@ class Program:
         self._warm, self._never = {}, None
         self._specialized: dict[tuple[int, tuple[int, ...]], Lowered] = {}  # by rows and other sizes of the bucket
         self._filled: set[int] = set()
-        self._admitted: dict[Any, Admission] = {}
         self._examples = {}
         self._others = ()
         if self._options.capture == "off":
@@ -700,66 +623,25 @@ class Program:
             self._never = plan.uncaptured.code
         elif not plan.segments:
             self._never = "no_segment"
-        values = plan.by_ordinal
-        positions = {ordinal: i for i, ordinal in enumerate(plan.inputs)}
-        # What a capture reads where it lies: in segments, and in the views that it takes once.
-        recorded = {o for step in plan.segments for o in step.inputs}
-        recorded |= {o for fixed in compiled.lowered.fixed.values() for o in fixed.inputs}
-        self._statics = [positions[o] for o in plan.inputs if values[o].kind == "static" and o in recorded]
-        self._places = Places(self._statics, self._empty_arena)
-        self._sizes = [positions[o] for o in plan.inputs if values[o].kind == "size"]
-        self._symbolic = [
-            positions[o]
-            for o in plan.inputs
-            if any(not part.lstrip("-").isdigit() for s in values[o].specs for part in (*s.shape, *s.strides))
-        ]
-        breaks = (node.target for node in compiled.graph.facts if isinstance(node.target, BoundBreak))
-        self._has_plans = any(bound.spec.plan is not None for bound in breaks)
-        place = token_place(self._options, plan)
-        self._rows_at = (positions[place[0]], place[1]) if place is not None else None
-        padding = plan.padding if self._never is None else None
-        # Compilers of units may have assumed more of sizes than the trace did.
-        self._sizes_open = Sizes(plan, padding, self.size_conditions()) if padding is not None else None
-        if padding is not None:
-            factor = self._options.max_padding_factor
-            self._limits = replace(self._options.limits, max_padding_factor=factor, least=padding.least)
-        self._attends = any("attention" in n.op for step in plan.segments for n in step.nodes)
-        self._unseen = _unseen_segments(compiled)
-        self._open = bool(self._sizes or self._symbolic or self._attends)
+        self._inputs = Inputs(compiled)
+        self._places = Places(self._inputs.statics, self._empty_arena)
+        self._has_plans = compiled.has_plans
+        self._unseen = compiled.unseen_segments()
         self._on_cuda = plan.device.startswith("cuda")
-        self._written = [positions[o] for o in plan.written_inputs]
+        place = token_place(self._options, plan)
+        self._rows_at = (self._inputs.positions[place[0]], place[1]) if place is not None else None
+        self._admissions: Admissions | None = None
+        if plan.padding is not None and self._never is None:
+            # Compilers of units may have assumed more of sizes than the trace did.
+            sizes = Sizes(plan, plan.padding, self.size_conditions())
+            factor, least = self._options.max_padding_factor, plan.padding.least
+            limits = replace(self._options.limits, max_padding_factor=factor, least=least)
+            self._admissions = Admissions(sizes, limits, self._lost)
         written = compiled.graph.written
         by_ordinal = {facts.ordinal: facts for facts in compiled.graph.facts.values()}
         self._written_bridges = {o for o in plan.bridges if by_ordinal[o].results & written}
-        self._tensors = [positions[o] for o in plan.inputs if values[o].specs]
-        self._slotted = [positions[slot.ordinal] for slot in plan.slots]
         for code in compiled.lowered.codes:
             self._lines.add(code)
-
-    def _shape_key(self, args: tuple[Any, ...]) -> Any:
-        """What a capture is made for: the sizes that the graph leaves open, and which attention kernels are allowed.
-
-        Dynamo guards everything else.
-        """
-        return (
-            attention_kernels() if self._attends else None,
-            tuple([args[i] for i in self._sizes]),
-            tuple([(args[i].shape, args[i].stride()) for i in self._symbolic]),
-        )
-
-    def _overlapping(self, args: Sequence[Any]) -> bool:
-        """Whether a written input shares memory with another input: with slots a write would not be seen there."""
-        slots = {i: memory.byte_range(args[i]) for i in self._slotted}
-        written = {i: slots.get(i) or memory.byte_range(args[i]) for i in self._written}
-        if any(i in slots for i in written):
-            others = {i: slots.get(i) or memory.byte_range(args[i]) for i in self._tensors}
-        else:
-            others = slots  # what is written has no slot: only a slot's copy would miss it
-        for i, (start, end) in written.items():
-            for j, (other_start, other_end) in others.items():
-                if j != i and start < other_end and other_start < end:
-                    return True
-        return False
 
     def _empty_arena(self) -> None:
         self._arena = Arena()
@@ -820,29 +702,3 @@ class Program:
 def _name_for(text: str, sizes: Mapping[str, int]) -> str:
     """The name of a generated text that is for these sizes only."""
     return "_".join([text, *(f"{symbol}_{size}" for symbol, size in sizes.items())])
-
-
-def _recalled(value: Any) -> Any:
-    if isinstance(value, memory.Form):
-        return value.buffer()
-    if not isinstance(value, weakref.ref):
-        return value
-    found = value()
-    if found is None:
-        raise ReleasedError("A parameter of the model is no longer there. Call the compiled model, then capture again.")
-    return found
-
-
-def _unseen_segments(compiled: Compiled) -> frozenset[int]:
-    """Segments that may run for nothing: by the index of their step."""
-    graph = compiled.graph
-    facts_of = {facts.ordinal: facts for facts in graph.facts.values()}
-    slots = frozenset().union(*(graph.input_facts_of(slot.ordinal).results for slot in compiled.plan.slots))
-    seen = (graph.outside - slots) | {RANDOM_STATE, WORLD}
-
-    def is_unseen(step: Step) -> bool:
-        nodes = [facts_of[node.ordinal] for node in step.nodes]
-        checks = any("_assert_async" in name for facts in nodes for name in facts.aten)
-        return not checks and not any(facts.writes & seen for facts in nodes)
-
-    return frozenset(step.index for step in compiled.plan.segments if is_unseen(step))

@@ -189,7 +189,7 @@ def agree(padded: Any, text: str, setup: Setup) -> None:
         min_segment_kernels=setup.kernels,
     )
     for seed, n in enumerate(setup.lengths):
-        if seed == setup.ahead and pair.plan.padding is not None and pair.program._sizes_open is not None:
+        if seed == setup.ahead and pair.plan.padding is not None and pair.program._admissions is not None:
             bcg.capture(pair.compiled, progress=False)
         generator = torch.Generator().manual_seed(seed)
         home = torch.randn(80, 4, generator=generator)
