@@ -20,7 +20,7 @@ from bcg_compiler.arguments import Given, OpenSizes, checks, first_of_each, is_p
 from bcg_compiler.compat import dynamo
 from bcg_compiler.compat.backends import autocast_now
 from bcg_compiler.compat.equal_calls import EqualCalls, equal_calls
-from bcg_compiler.errors import AotError
+from bcg_compiler.errors import AotError, BcgError
 from bcg_compiler.garbage import seldom_collected
 from bcg_compiler.plan import Plan
 from bcg_compiler.plan.padding import label, symbol_sources
@@ -99,7 +99,8 @@ class AotProgram:
             raise AotError("The program computes no gradients. Call it under torch.no_grad() or inference_mode().")
         if autocast_now() != self._autocast:
             raise AotError(
-                f"The program was compiled with autocast {self._autocast}, and is called with {autocast_now()}."
+                f"The program was compiled with autocast {self._autocast}, and is called with {autocast_now()}. Call "
+                f"it under the autocast that it was compiled under, or compile another program."
             )
 
 
@@ -132,7 +133,7 @@ class _Trace:
             if self._lasting:  # now, before Dynamo does them
                 raise AotError(
                     f"The model changes Python objects that outlast the call ({', '.join(self._lasting)}), which no "
-                    f"graph does. Leave the result where it is, or write into a tensor in place."
+                    f"graph does. Return what it keeps there, or write into a tensor in place."
                 )
             self.flat, self.ran = flat, True
             return self.sentinels
@@ -171,12 +172,20 @@ def aot_compile(
     """Compile ``model`` for arguments of this form into a callable without guards.
 
     ``options`` are those of ``torch.compile(..., backend="bcg")``. The model is traced and not run, and equal layers
-    are traced once; with ``trace_each_layer`` each by itself. Raises what Dynamo raises where the model is not one
-    graph (``fullgraph=True``), ``AotError`` where it cannot be called without Dynamo: under grad mode, where it sets
-    attributes, or with a result of a type that ``torch.utils._pytree`` does not know.
+    are traced once; with ``trace_each_layer`` each by itself. Raises ``OptionError`` and whatever else is wrong with
+    the options, what Dynamo raises where the model is not one graph (``fullgraph=True``), ``AotError`` where it cannot
+    be called without Dynamo: under grad mode, where it sets attributes, or with a result of a type that
+    ``torch.utils._pytree`` does not know.
     """
     from bcg_compiler.backend import start_early
 
+    if not callable(model):
+        raise AotError(f"{model!r:.80} cannot be called. Pass a module, or a function.")
+    if not isinstance(args, (tuple, list)):  # a tensor is a sequence of its rows
+        raise AotError(
+            f"args is a {type(args).__qualname__}, and must be a tuple of the positional arguments that the model is "
+            f"compiled for. Write (x,) for one argument x."
+        )
     given = (tuple(args), dict(kwargs or {}))
     start_early(options, pytree.tree_leaves(given))
     trace = _Trace(options, given)
@@ -200,11 +209,14 @@ def aot_compile(
     except AotError:
         raise
     except Exception as error:
+        if isinstance(cause := getattr(error, "inner_exception", None), BcgError):
+            raise cause from None  # Dynamo wraps it, with advice to report a bug
         if not trace.ran:
             raise
         raise AotError(
-            f"The model computes with its results in Python, after its last operation on tensors, which cannot be done "
-            f"without Dynamo: {type(error).__name__}: {error}"
+            f"The model computes its result in Python from what its last operation on tensors gives, as .item() does, "
+            f"which cannot be done without Dynamo. Return the tensors, and compute that behind the call. (Tried with "
+            f"empty tensors in their place, it raises {type(error).__name__}: {error})"
         ) from error
     finally:
         trace.forget()

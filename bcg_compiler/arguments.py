@@ -195,7 +195,7 @@ def _check_of(example: Any, name: str, value: Value | None) -> Callable[[Any], N
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise AotError(
             f"{name} is {seen}, and the program was compiled for {dtype}[{wanted}] of strides "
-            f"{tuple('any' if s is None else s for s in strides)} on {device}."
+            f"{tuple('any' if s is None else s for s in strides)} on {device}. Pass it so, or compile another program."
         )
 
     return check

@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[16, 256, 2048])
     parser.add_argument("--compiler", default="eager", help="of segments; those with two streams are not compiled")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     side = torch.cuda.Stream()
     with torch.device("cuda"):
         model = nn.Sequential(*(Layer(given.hidden, side) for _ in range(given.layers))).bfloat16()

@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--json")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     torch.manual_seed(0)
     x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
     layers = [

@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--graphs", type=int, default=8)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     graphs: list[torch.cuda.CUDAGraph] = []

@@ -172,6 +172,8 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--only", choices=("ladder", "largest"), help="measure in this process")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     if asked.only:
         buckets = list(Ladder.default(asked.ceiling)) if asked.only == "ladder" else [asked.ceiling]
         print(json.dumps(measure(asked.layers, buckets)))

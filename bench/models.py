@@ -182,6 +182,8 @@ def main() -> None:
     parser.add_argument("--here", help="measure this variant in this process")
     parser.add_argument("--wait", action="store_true", help="wait for a line on standard input after the first calls")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     if args.here:
         print(json.dumps(measure(args.model[0], args.layers[0], args.tokens, args.here, args.wait)))
         return

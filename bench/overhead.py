@@ -109,6 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     found = {breaks: measure(breaks) for breaks in (0, 1, 8, 32, 96)}
     taken = parts()
     slope = (found[96]["host_us"] - found[8]["host_us"]) / 88

@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--json")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     found = [measure(depth, columns, rows) for depth, columns in GROUPS for rows in args.rows]
     if args.json:
         with open(args.json, "w") as file:

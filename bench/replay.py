@@ -238,6 +238,8 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--here", help="measure the memory of this variant in this process")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     if args.here:
         x = torch.randn(args.rows[0], WIDTH, device="cuda", dtype=torch.bfloat16)
         print(json.dumps(memory(VARIANTS[args.here], args.layers, x)))

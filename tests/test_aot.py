@@ -16,7 +16,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves
 import bcg_compiler as bcg
 import bcg_compiler.aot
 import bcg_compiler.backend
-from bcg_compiler.errors import AotError
+from bcg_compiler.errors import AotError, OptionError
 from bcg_compiler.runtime import programs_of
 
 OPTIONS = {"capture": "emulated", "min_segment_kernels": 1}
@@ -371,7 +371,10 @@ def test_gradients_are_refused() -> None:
 
 def test_another_autocast_is_refused() -> None:
     program = aot(nn.Linear(3, 3), torch.ones(2, 3))
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(AotError, match="autocast"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(AotError, match="or compile another program"),
+    ):
         program(torch.ones(2, 3))
 
 
@@ -406,7 +409,7 @@ class Rebinds(nn.Module):
         return self.state * 1
 
 
-@pytest.mark.parametrize("module, attribute", [(Remembers(), "last"), (Rebinds(), "_buffers")])
+@pytest.mark.parametrize("module, attribute", [(Remembers(), "Remembers.last"), (Rebinds(), "_buffers")])
 def test_a_model_that_leaves_something_in_python_is_refused_and_left_as_it_was(module: Any, attribute: str) -> None:
     """Its attribute was an empty tensor after compiling, and no call set it again."""
     before = {**vars(module), **module._buffers}
@@ -432,7 +435,7 @@ def test_results_that_cannot_be_put_together_are_refused() -> None:
         aot(lambda x: (x * 2, table), torch.ones(3))
     with pytest.raises(AotError, match="nothing to compile"):
         aot(lambda x: 3, torch.ones(3))
-    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(AotError, match="in Python"):
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(AotError, match="Return the tensors"):
         aot(lambda x: (x.sum().item(), x + 1), torch.ones(3))
 
 
@@ -464,9 +467,24 @@ def test_compile_processes_start_before_the_trace(
     assert events == ["started", "traced"][not starts :]
 
 
-def test_unknown_options_are_the_backend_s_error() -> None:
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="segment_compilr"):
-        aot(torch.sin, torch.ones(3), options={"segment_compilr": "inductor"})
+@pytest.mark.parametrize("option", ["segment_compilr", "capture"])
+def test_what_is_wrong_with_options_is_said_without_dynamo_s_words(option: str) -> None:
+    """``BackendCompilerFailed`` advised to report a bug, and an ``OptionError`` could not be caught."""
+    with pytest.raises(OptionError, match=option) as caught:
+        aot(torch.sin, torch.ones(3), options={option: "cuda"})
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("args", [torch.ones(1, 8), torch.ones(4, 8), "x"])
+def test_arguments_are_not_the_rows_of_the_only_one(args: Any) -> None:
+    """A tensor is a sequence: of one row, which was taken for x, a program for vectors came out."""
+    with pytest.raises(AotError, match=r"must be a tuple.*Write \(x,\)"):
+        bcg.aot_compile(nn.Linear(8, 8), args, options={"capture": "emulated"})
+
+
+def test_a_name_is_no_model() -> None:
+    with pytest.raises(AotError, match="'model' cannot be called"):
+        bcg.aot_compile("model", (torch.ones(4, 8),))  # type: ignore[arg-type]
 
 
 # -- guards ------------------------------------------------------------------------------------------------------------

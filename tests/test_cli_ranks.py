@@ -126,6 +126,7 @@ def test_doctor_compares_ranks_and_their_plans() -> None:
             "torchrun --nproc-per-node 4 -m bcg_compiler.cli run small --cp 2 --pp 2",
         ),
         (["run", "small", "--dp", "2", "--ep", "2"], "torchrun --nproc-per-node 2 -m"),
+        (["run", "llama", "--dp", "2"], "no serving model of the family 'llama'"),
         (["doctor", "--ranks"], "torchrun --nproc-per-node 2 -m bcg_compiler.cli doctor --ranks"),
         (["doctor", "small", "--ranks", "--layout", "dp=3"], "torchrun --nproc-per-node 3 -m"),
         (["doctor", "small", "--layout", "pc=3"], "no field 'pc'"),

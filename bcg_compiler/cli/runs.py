@@ -25,6 +25,7 @@ from bcg_compiler.cli.common import (
     build_asked,
     check_file,
     errors_in_words,
+    fields_of,
     find_device,
     find_launch,
     look_here,
@@ -88,6 +89,7 @@ def run(
             if lengths is None:
                 prompts = [min(prompt, buckets.ceiling) for prompt in prompts]
                 source += f", cut to {buckets.ceiling} tokens"
+            serving.layout(fields_of(model), **sizes)  # before a command is named that could not do it
             launch = find_launch(dp * pp * cp)
             served = ServedModel.of(
                 model,

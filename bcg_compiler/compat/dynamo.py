@@ -276,7 +276,7 @@ def changed_objects(effects: Any) -> Iterator[tuple[int, Any]]:
 
 def lasting_effects() -> list[str]:
     """What Dynamo will do, behind the graph that a backend is called for, to objects that were there before the call:
-    attributes set, lists and dictionaries changed. By where the object comes from.
+    attributes set, lists and dictionaries changed. By where the object comes from, or its class.
     """
     effects = getattr(_output_graph(), "side_effects", None)
     if effects is None:
@@ -289,8 +289,8 @@ def lasting_effects() -> list[str]:
             names = [f".{name}" for name, value in stored.items() if not _stays(object_at(address), name, value)]
             if stored and not names:
                 continue  # set, and set back
-            name = name_of(getattr(variable, "source", None))
-            found += [f"{dotted_path(name)}{part}".strip(".") or "an object" for part in names or [""]]
+            path = dotted_path(name_of(getattr(variable, "source", None)))
+            found += [f"{path or type(object_at(address)).__qualname__}{part}" for part in names or [""]]
     return found
 
 
