@@ -180,12 +180,14 @@ def aot_compile(
     from bcg_compiler.backend import start_early
 
     if not callable(model):
-        raise AotError(f"{model!r:.80} cannot be called. Pass a module, or a function.")
+        raise AotError(f"model is a {type(model).__qualname__}, which cannot be called. Pass a module, or a function.")
     if not isinstance(args, (tuple, list)):  # a tensor is a sequence of its rows
         raise AotError(
             f"args is a {type(args).__qualname__}, and must be a tuple of the positional arguments that the model is "
             f"compiled for. Write (x,) for one argument x."
         )
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or ()):
+        raise AotError("kwargs must be a mapping of names to the keyword arguments that the model is compiled for.")
     given = (tuple(args), dict(kwargs or {}))
     start_early(options, pytree.tree_leaves(given))
     trace = _Trace(options, given)
@@ -210,7 +212,7 @@ def aot_compile(
         raise
     except Exception as error:
         if isinstance(cause := getattr(error, "inner_exception", None), BcgError):
-            raise cause from None  # Dynamo wraps it, with advice to report a bug
+            raise cause from cause.__cause__  # Dynamo wraps it, with advice to report a bug
         if not trace.ran:
             raise
         raise AotError(

@@ -108,6 +108,8 @@ class Options:
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None = None) -> "Options":
         """Build the options from the dictionary that ``torch.compile`` passes on; every value is checked."""
+        if not isinstance(given, Mapping | None):
+            raise OptionError(f"options is a {type(given).__qualname__}, and must be a dictionary of names and values.")
         values: dict[str, Any] = {}
         hints = typing.get_type_hints(cls)
         for name, value in (given or {}).items():

@@ -472,7 +472,18 @@ def test_what_is_wrong_with_options_is_said_without_dynamo_s_words(option: str) 
     """``BackendCompilerFailed`` advised to report a bug, and an ``OptionError`` could not be caught."""
     with pytest.raises(OptionError, match=option) as caught:
         aot(torch.sin, torch.ones(3), options={option: "cuda"})
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
+
+
+def test_the_cause_of_what_is_wrong_with_options_is_kept() -> None:
+    with pytest.raises(OptionError, match="ladder") as caught:
+        aot(torch.sin, torch.ones(3), options={"ladder": [8, -1]})
+    assert isinstance(caught.value.__cause__, bcg.errors.LadderError)
+
+
+def test_options_are_a_dictionary() -> None:
+    with pytest.raises(OptionError, match="options is a list"):
+        bcg.aot_compile(torch.sin, (torch.ones(3),), options=["capture"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("args", [torch.ones(1, 8), torch.ones(4, 8), "x"])
@@ -482,8 +493,14 @@ def test_arguments_are_not_the_rows_of_the_only_one(args: Any) -> None:
         bcg.aot_compile(nn.Linear(8, 8), args, options={"capture": "emulated"})
 
 
+@pytest.mark.parametrize("kwargs", [torch.ones(4, 8), "ab", {1: torch.ones(4, 8)}])
+def test_keyword_arguments_have_names(kwargs: Any) -> None:
+    with pytest.raises(AotError, match="kwargs must be a mapping of names"):
+        bcg.aot_compile(nn.Linear(8, 8), kwargs=kwargs)
+
+
 def test_a_name_is_no_model() -> None:
-    with pytest.raises(AotError, match="'model' cannot be called"):
+    with pytest.raises(AotError, match="model is a str, which cannot be called"):
         bcg.aot_compile("model", (torch.ones(4, 8),))  # type: ignore[arg-type]
 
 

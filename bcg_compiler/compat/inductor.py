@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, tracing
 from torch.fx import GraphModule
 
 from bcg_compiler.compat.cached_code import assumptions_kept
@@ -58,14 +58,24 @@ def start_workers() -> None:
     _starting.start()
 
 
-def compiling_alone() -> AbstractContextManager[Any]:
+@contextmanager
+def compiling_alone() -> Iterator[None]:
     """Let no other thread compile: what belongs to a compile Inductor keeps in variables of the process.
 
-    Dynamo holds this lock while it compiles; what is compiled at a capture is compiled outside of that.
+    Dynamo holds this lock while it compiles; what is compiled at a capture is compiled outside of that. There it is
+    also said that something is compiled, as Dynamo does from torch 2.13 on: else each call of compiled code in another
+    thread is taken for one that is traced here, and raises.
     """
     from torch._dynamo import convert_frame
 
-    return getattr(convert_frame, "compile_lock", None) or nullcontext()
+    compiler: Any = torch.compiler
+    with getattr(convert_frame, "compile_lock", None) or nullcontext():
+        before = compiler._is_compiling_flag
+        compiler._is_compiling_flag = before or CompileContext.try_get() is None
+        try:
+            yield
+        finally:
+            compiler._is_compiling_flag = before
 
 
 def compile_graph(

@@ -116,17 +116,22 @@ def test_what_is_compiled_is_no_artifact_that_somebody_else_saves() -> None:
 
 
 def test_what_a_capture_compiles_is_compiled_beside_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that was compiled meanwhile, and what was compiled for a bucket, failed by assertions without a word."""
+    """A model that was compiled meanwhile, and what was compiled for a bucket, failed by assertions without a word; and
+    each call of compiled code in another thread raised, as one of code that is traced.
+    """
     asked: list[tuple[Any, ...]] = []
-    alone: list[bool] = []
+    alone: list[tuple[bool, bool]] = []
     units, lower, wait, lock = UnitCompiler.units, GraphLowering.codegen, AsyncCompile.wait, convert_frame.compile_lock
 
+    def note() -> None:
+        alone.append((lock._is_owned(), torch.compiler.is_compiling()))
+
     def lowering(self: Any) -> Any:
-        alone.append(lock._is_owned())
+        note()
         return lower(self)
 
     def waiting(self: Any, scope: Any) -> None:
-        alone.append(lock._is_owned())
+        note()
         wait(self, scope)
 
     monkeypatch.setattr(UnitCompiler, "units", lambda *args: asked.append(args) or units(*args))
@@ -137,8 +142,9 @@ def test_what_a_capture_compiles_is_compiled_beside_nothing(monkeypatch: pytest.
     monkeypatch.setattr(AsyncCompile, "wait", waiting)
     with fresh_cache():
         UnitCompiler("inductor").units(graph, plan)
-    assert alone == [True, True]
-    assert not lock._is_owned()
+    assert alone == [(True, True)] * 2
+    note()
+    assert alone[2:] == [(False, False)]
 
 
 # -- Triton's kernels, for which Inductor has processes ----------------------------------------------------------------
