@@ -81,25 +81,32 @@ class Inputs:
         found = [memory.Form.of(arg) if isinstance(arg, Tensor) else arg for arg in args]
         for position in self._copied_once:
             found[position] = memory.own(args[position])
-        for position in self.statics:
-            found[position] = weakref.ref(args[position])
+        self.bind(found, [args[position] for position in self.statics])
         return found
 
+    def bind(self, example: list[Any], statics: Sequence[Tensor]) -> None:
+        """Let an example be one of a call with these parameters, in the order of ``statics``."""
+        for position, static in zip(self.statics, statics, strict=True):
+            example[position] = weakref.ref(static)
 
-def recalled(example: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments that look like those of the call that ``example`` was made of; parameters are the model's own.
+    def is_bound(self, example: Sequence[Any]) -> bool:
+        """Whether the parameters of an example live."""
+        return all(example[position]() is not None for position in self.statics)
 
-    Raises ``ReleasedError`` where one of them is gone.
-    """
-    return tuple(map(_recalled, example))
+    def check_bound(self, example: Sequence[Any]) -> None:
+        """Raise ``ReleasedError`` where a parameter of an example is gone."""
+        if not self.is_bound(example):
+            raise ReleasedError(
+                "A parameter of the model is no longer there. Call the compiled model, then capture again."
+            )
 
+    def recall(self, example: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments that look like those of the call that ``example`` was made of; parameters are the model's own.
 
-def _recalled(value: Any) -> Any:
-    if isinstance(value, memory.Form):
-        return value.buffer()
-    if not isinstance(value, weakref.ref):
-        return value
-    found = value()
-    if found is None:
-        raise ReleasedError("A parameter of the model is no longer there. Call the compiled model, then capture again.")
-    return found
+        Raises ``ReleasedError`` where one of them is gone.
+        """
+        self.check_bound(example)
+        found = [value.buffer() if isinstance(value, memory.Form) else value for value in example]
+        for position in self.statics:
+            found[position] = example[position]()
+        return tuple(found)

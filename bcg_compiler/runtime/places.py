@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from bcg_compiler.compat.addresses import same_addresses
 from bcg_compiler.runtime.recording import Capture
 
@@ -68,6 +70,14 @@ class Places:
         """All captures."""
         for place in self._places.values():
             yield from place.captures.values()
+
+    def living(self) -> list[Tensor] | None:
+        """The tensors at some addresses that have captures, in the order of ``statics``; ``None`` if there are none."""
+        for refs in self._watched.values():
+            found = [tensor for ref in refs if (tensor := ref()) is not None]
+            if len(found) == len(refs):
+                return found
+        return None
 
     def has(self, shape: Any) -> bool:
         """Whether a shape is captured at any addresses."""

@@ -31,7 +31,7 @@ from bcg_compiler.runtime.buckets import Bucket, Sizes, read_sizes
 from bcg_compiler.runtime.capture import CaptureDevice, CudaCapture, EmulatedCapture
 from bcg_compiler.runtime.compiled import Compiled
 from bcg_compiler.runtime.counters import counters
-from bcg_compiler.runtime.inputs import Inputs, recalled
+from bcg_compiler.runtime.inputs import Inputs
 from bcg_compiler.runtime.lines import Lines
 from bcg_compiler.runtime.places import Place, Places
 from bcg_compiler.runtime.recording import Capture, record, rehearse
@@ -192,6 +192,8 @@ class Program:
         shape = self._bucket_key(bucket)
         place = self._places.of(args)
         capture = place.captures.get(shape)
+        if capture is None:
+            self._bind_examples([args[position] for position in self._inputs.statics])
         if (capture is None or self._inputs.written) and self._inputs.overlap(args):
             return self._eagerly("input_overlap", args)
         if capture is not None:
@@ -213,6 +215,12 @@ class Program:
         if self._never is None and self._admissions is admissions:
             self._capture(place, shape, args, self._forms(bucket), bucket)
         return result
+
+    def _bind_examples(self, statics: Sequence[Tensor]) -> None:
+        """Let calls whose parameters were replaced, or were those of an instance that is gone, be of these ones."""
+        for example in self._examples.values():
+            if not self._inputs.is_bound(example):
+                self._inputs.bind(example, statics)
 
     def _bucket_key(self, bucket: Bucket) -> Any:
         return self._inputs.kernels(), bucket.rows, bucket.others
@@ -407,6 +415,10 @@ class Program:
         Effects of the model do not happen. A bucket that runs out of memory is dropped and reported.
         """
         with self._alone():
+            if (statics := self._places.living()) is not None:
+                self._bind_examples(statics)
+            for example in self._examples.values():
+                self._inputs.check_bound(example)
             self.complete = False
             examples, warm = self._examples, dict(self._warm)
             self._forget_captures()  # of smaller buckets, which would not leave room for larger ones
@@ -422,7 +434,7 @@ class Program:
 
     def _capture_rung(self, bucket: Bucket, done: set[Any], smoke: bool) -> Rung:
         began = time.perf_counter()
-        args = recalled(self._examples[bucket.others])
+        args = self._inputs.recall(self._examples[bucket.others])
         place, plan = self._places.of(args), self.plan
         shape = self._bucket_key(bucket)
         capture = place.captures.get(shape)
@@ -516,17 +528,20 @@ class Program:
         return forecast_ladder(self.plan, [bucket.symbols for bucket in self.planned]).captures
 
     def use_ladder(self, ladder: Ladder) -> None:
-        """Take another ladder: captures of the old one go. If there was none before, a call must follow."""
+        """Take another ladder: captures of the old one go.
+
+        If there was none before, or other parameters than before are read where they lie, a call must follow.
+        """
         with self._alone():
             options = replace(self._options, ladder=ladder)
             compiled = self._again(self._compiled.graph, options)
             padded = self._admissions is not None and compiled.plan.padding is not None
-            never, examples, warm = self._never, self._examples, self._warm
+            never, examples, warm, statics = self._never, self._examples, dict(self._warm), self._inputs.statics
             self._forget_captures()
             self._options = options
             self._take(compiled)
             self._lost.clear()
-            if padded:
+            if padded and self._inputs.statics == statics:
                 self._never, self._examples, self._warm = never, examples, warm
 
     @contextmanager

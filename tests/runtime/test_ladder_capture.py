@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bcg_compiler as bcg
-from bcg_compiler.errors import LateCaptureError
+from bcg_compiler.errors import LateCaptureError, ReleasedError
 from bcg_compiler.runtime.capture import EmulatedCapture
 
 #: How often each body ran.
@@ -114,6 +114,58 @@ def test_all_buckets_are_captured_the_largest_first(model: Any) -> None:
             pair(rows(n))
     assert bcg.admission(pair.compiled, rows=20).bucket == 32
     assert bcg.admission(pair.compiled, rows=33).reason == "too_long"
+
+
+@pytest.mark.parametrize("late", ["capture", "eager", "error"])
+def test_after_other_parameters_were_put_in_place_all_is_captured_with_them(model: Any, late: str) -> None:
+    """The first call's were asked for, for ever: "call the compiled model, then capture again" did not help."""
+    pair = model(on_late_capture=late)
+    capture(pair)
+    for module in (pair.module, pair.eager):
+        module.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    gc.collect()
+    with pytest.raises(ReleasedError, match="Call the compiled model, then capture again"):
+        capture(pair)
+    if late == "error":
+        with pytest.raises(LateCaptureError, match="Its parameters have moved"):
+            pair.compiled(rows(5))
+    else:
+        pair(rows(5))
+    assert len(capture(pair).rungs) == 3
+    with bcg.counters.expect(captures=0, replays=3, eager_runs=0):
+        for n in (30, 12, 3):
+            pair(rows(n))
+
+
+def test_an_instance_that_is_gone_takes_nothing_from_the_others() -> None:
+    """All instances of a class have one program, whose first call may have been that of any."""
+
+    def make() -> Any:
+        layer = nn.Linear(4, 4)
+        return layer, torch.compile(layer, backend="bcg", options={"capture": "emulated", "ladder": [8, 16]})
+
+    (first, compiled_first), (second, compiled) = make(), make()
+    for each in (compiled_first, compiled):
+        x = rows(5)
+        torch._dynamo.mark_dynamic(x, 0)
+        each(x)
+        each(x)
+    del first, compiled_first, each
+    gc.collect()
+    assert len(bcg.capture(compiled, progress=False).rungs) == 2
+    with bcg.counters.expect(captures=0, replays=1, eager_runs=0):
+        x = rows(11)
+        assert torch.equal(compiled(x), second(x))
+
+
+def test_another_ladder_needs_no_eager_run(model: Any) -> None:
+    """What breaks make, which a call had shown, was forgotten: a capture behind it waited for another such call."""
+    pair = model()
+    capture(pair, [8, 24])
+    for module in (pair.module, pair.eager):
+        module.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    with bcg.counters.expect(captures=1, replays=1, eager_runs=0):
+        pair(rows(20))
 
 
 def test_nothing_of_the_model_is_done(model: Any) -> None:
