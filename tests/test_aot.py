@@ -371,10 +371,8 @@ def test_gradients_are_refused() -> None:
 
 def test_another_autocast_is_refused() -> None:
     program = aot(nn.Linear(3, 3), torch.ones(2, 3))
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(AotError, match="or compile another program"),
-    ):
+    refused = pytest.raises(AotError, match=r"compiled with autocast .* or compile another program")
+    with torch.autocast("cpu", dtype=torch.bfloat16), refused:
         program(torch.ones(2, 3))
 
 
@@ -435,7 +433,8 @@ def test_results_that_cannot_be_put_together_are_refused() -> None:
         aot(lambda x: (x * 2, table), torch.ones(3))
     with pytest.raises(AotError, match="nothing to compile"):
         aot(lambda x: 3, torch.ones(3))
-    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.raises(AotError, match="Return the tensors"):
+    in_python = pytest.raises(AotError, match=r"in Python .*Return the tensors")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), in_python:
         aot(lambda x: (x.sum().item(), x + 1), torch.ones(3))
 
 

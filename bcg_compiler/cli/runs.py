@@ -89,7 +89,8 @@ def run(
             if lengths is None:
                 prompts = [min(prompt, buckets.ceiling) for prompt in prompts]
                 source += f", cut to {buckets.ceiling} tokens"
-            serving.layout(fields_of(model), **sizes)  # before a command is named that could not do it
+            if Launch.found() is None:  # before a command is named that could not do it
+                serving.layout(fields_of(model), **sizes)
             launch = find_launch(dp * pp * cp)
             served = ServedModel.of(
                 model,

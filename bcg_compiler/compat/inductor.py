@@ -70,7 +70,7 @@ def compiling_alone() -> Iterator[None]:
 
     compiler: Any = torch.compiler
     with getattr(convert_frame, "compile_lock", None) or nullcontext():
-        before = compiler._is_compiling_flag
+        before = getattr(compiler, "_is_compiling_flag", False)  # a private one, whose loss costs other threads alone
         compiler._is_compiling_flag = before or CompileContext.try_get() is None
         try:
             yield

@@ -580,7 +580,7 @@ class Program:
         """Fill the slots that are filled once, when there is a call to take their values from."""
         for slot in self.plan.slots:
             if slot.policy.kind == "once" and slot.ordinal not in self._filled:
-                argument = args[self.plan.inputs.index(slot.ordinal)]
+                argument = args[self._inputs.positions[slot.ordinal]]
                 buffer = self._arena.buffer(f"slot {slot.ordinal}", memory.Form.of(argument))
                 memory.fill_slot(buffer, argument)
                 self._filled.add(slot.ordinal)

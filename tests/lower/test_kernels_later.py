@@ -51,21 +51,26 @@ def compared(fn: Callable[[Tensor], Tensor]) -> Any:
     return bcg.stats(compiled)
 
 
-def test_no_kernel_is_waited_for_before_all_units_are_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each unit waited for its kernels, for seconds in which the next one could have been lowered."""
-    events: list[str] = []
+def tell(monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None]) -> None:
+    """Tell of each graph that is lowered, and each that is waited for, before that is done."""
     lower, wait = GraphLowering.codegen, AsyncCompile.wait
 
     def lowering(self: Any) -> Any:
-        events.append("lower")
+        note("lower")
         return lower(self)
 
     def waiting(self: Any, scope: Any) -> None:
-        events.append("wait")
+        note("wait")
         wait(self, scope)
 
     monkeypatch.setattr(GraphLowering, "codegen", lowering)
     monkeypatch.setattr(AsyncCompile, "wait", waiting)
+
+
+def test_no_kernel_is_waited_for_before_all_units_are_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit waited for its kernels, for seconds in which the next one could have been lowered."""
+    events: list[str] = []
+    tell(monkeypatch, events.append)
     with fresh_cache():
         stats = compared(three_units)
     assert events == ["lower"] * 3 + ["wait"] * 3
@@ -121,29 +126,20 @@ def test_what_a_capture_compiles_is_compiled_beside_nothing(monkeypatch: pytest.
     """
     asked: list[tuple[Any, ...]] = []
     alone: list[tuple[bool, bool]] = []
-    units, lower, wait, lock = UnitCompiler.units, GraphLowering.codegen, AsyncCompile.wait, convert_frame.compile_lock
+    units, lock = UnitCompiler.units, convert_frame.compile_lock
 
-    def note() -> None:
+    def note(_: str) -> None:
         alone.append((lock._is_owned(), torch.compiler.is_compiling()))
-
-    def lowering(self: Any) -> Any:
-        note()
-        return lower(self)
-
-    def waiting(self: Any, scope: Any) -> None:
-        note()
-        wait(self, scope)
 
     monkeypatch.setattr(UnitCompiler, "units", lambda *args: asked.append(args) or units(*args))
     with fresh_cache(), torch.no_grad():
         torch.compile(torch.relu, backend="bcg", options=OPTIONS)(torch.randn(5, 7))
     ((_, graph, plan),) = asked
-    monkeypatch.setattr(GraphLowering, "codegen", lowering)
-    monkeypatch.setattr(AsyncCompile, "wait", waiting)
+    tell(monkeypatch, note)
     with fresh_cache():
         UnitCompiler("inductor").units(graph, plan)
     assert alone == [(True, True)] * 2
-    note()
+    note("when all is over")
     assert alone[2:] == [(False, False)]
 
 
